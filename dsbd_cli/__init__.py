@@ -1,0 +1,1 @@
+"""Dynamic-width speculative beam decoding: the Python API (filled lazily, so `import dsbd_cli` is quick)."""

@@ -1,0 +1,29 @@
+"""The two ways a run can end badly, and nothing else.
+
+A `UserError` is something the user can mend (a wrong option, file, pair): the command line
+prints it as one line and exits 2. A `RunError` is a run that broke (non-finite logits, a
+full disk): one line, exit 1. Neither ever shows a traceback.
+"""
+
+from __future__ import annotations
+
+
+class DsbdError(Exception):
+    """Base of all errors meant for a person; `str(error)` is one line: what, where, what to do."""
+
+    exit_code = 1
+
+    def __str__(self) -> str:
+        return " ".join(super().__str__().split())
+
+
+class UserError(DsbdError):
+    """The input is wrong: option, preset, path, pair of models, prompt. Exit code 2."""
+
+    exit_code = 2
+
+
+class RunError(DsbdError):
+    """The run itself failed: non-finite logits, out of memory, full disk. Exit code 1."""
+
+    exit_code = 1

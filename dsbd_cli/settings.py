@@ -1,0 +1,183 @@
+"""Decoding settings: one frozen record, checked when it is made (design.md sections 1 to 4)."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from dsbd_cli.errors import UserError
+
+METHODS = ("dsbd", "beam", "speculative", "specinfer", "multinomial")
+VERIFY_RULES = ("paper", "continue", "cover")
+EARLY_STOPPING = ("first", "heuristic", "never")
+KV_MODES = ("all", "one")
+ONE_BEAM_METHODS = ("multinomial", "speculative", "specinfer")
+DEFAULT_TREE = (2, 2, 1)
+# Temperature has no meaning in the deterministic mode, nor has anything that acts through it.
+SAMPLING_ONLY = ("temperature", "top_k", "top_p", "threshold", "kv")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Everything that decides what a method computes; field names are the option names.
+
+    Attributes:
+        method: one of `METHODS`.
+        width: W, draws per layer and beams kept (ignored by one-beam methods).
+        draft_width: W_S, draws (or, for `cover`, distinct continuations) per drafted layer.
+        gamma: drafted layers per target call, >= 0.
+        verify: `paper`, `continue` or `cover` (design.md section 3).
+        threshold: t of the dynamic width in (0, 1], or None for a fixed width (section 4).
+        min_width: W_min, 1 <= W_min <= width.
+        tree: per-depth expansion of SpecInfer, or None for (2, 2, 1).
+        kv: `all`, or `one` for the paper's memory-constrained mode.
+        deterministic: Hugging Face's beam search, token for token (beam and dsbd only).
+        temperature, top_k, top_p: T, acting once on the joint; 0 = argmax, 0 = off, 1 = off.
+        max_new_tokens: budget of generated tokens, EOS counted.
+        length_penalty: alpha of score = l / len**alpha.
+        early_stopping: `first`, `heuristic` or `never` (section 1).
+        stop: stop strings, matched on text across token borders.
+        system, raw: system turn; no chat template.
+        seed: None draws one, and the result reports it.
+        num_return: how many of the best beams to return.
+
+    Raises:
+        UserError: a value out of its range, or values that exclude each other.
+    """
+
+    method: str = "dsbd"
+    width: int = 4
+    draft_width: int = 4
+    gamma: int = 3
+    verify: str = "cover"
+    threshold: float | None = 0.9
+    min_width: int = 2
+    tree: tuple[int, ...] | None = None
+    kv: str = "all"
+    deterministic: bool = False
+    temperature: float = 1.0
+    top_k: int = 10
+    top_p: float = 0.8
+    max_new_tokens: int = 256
+    length_penalty: float = 1.0
+    early_stopping: str = "heuristic"
+    stop: tuple[str, ...] = ()
+    system: str | None = None
+    raw: bool = False
+    seed: int | None = None
+    num_return: int = 1
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            object.__setattr__(self, field.name, _typed(field.name, getattr(self, field.name)))
+        _one_of("method", self.method, METHODS)
+        _one_of("verify", self.verify, VERIFY_RULES)
+        _one_of("early-stopping", self.early_stopping, EARLY_STOPPING)
+        _one_of("kv", self.kv, KV_MODES)
+        for name, low in (("width", 1), ("draft_width", 1), ("gamma", 0), ("min_width", 1),
+                          ("top_k", 0), ("max_new_tokens", 0), ("num_return", 1)):  # fmt: skip
+            if getattr(self, name) < low:
+                raise UserError(f"{_option(name)} must be at least {low}, not {getattr(self, name)}")
+        if self.min_width > self.width:
+            raise UserError(f"min-width {self.min_width} is above width {self.width}")
+        if not (math.isfinite(self.temperature) and self.temperature >= 0):
+            raise UserError(f"temperature must be 0 (greedy) or a positive number, not {self.temperature}")
+        if not 0 <= self.top_p <= 1:
+            raise UserError(f"top-p must lie in 0..1 (1 = off), not {self.top_p}")
+        if self.threshold is not None and not 0 < self.threshold <= 1:
+            raise UserError(f"threshold must lie in (0, 1], or be `none`, not {self.threshold}")
+        if not math.isfinite(self.length_penalty):
+            raise UserError(f"length-penalty must be a finite number, not {self.length_penalty}")
+        if self.tree is not None and (not self.tree or min(self.tree) < 1):
+            raise UserError("tree must be a list of positive numbers such as 2,2,1")
+        if any(not text for text in self.stop):
+            raise UserError("stop must not be an empty string")
+        if self.seed is not None and self.seed < 0:
+            raise UserError(f"seed must not be negative, not {self.seed}")
+        beams = 1 if self.method in ONE_BEAM_METHODS else self.width
+        if self.num_return > beams:
+            raise UserError(f"num-return {self.num_return} is more than the {beams} beam(s) of this run")
+        if self.deterministic:
+            if self.method in ONE_BEAM_METHODS:
+                raise UserError(f"deterministic works with beam and dsbd, not with {self.method}")
+            for name in SAMPLING_ONLY:
+                if getattr(self, name) != DEFAULTS.get(name, getattr(self, name)):
+                    raise UserError(f"{_option(name)} has no meaning beside deterministic: leave it out")
+
+    def merged(self, given: Mapping[str, Any]) -> Settings:
+        """These settings with what the user gave laid over them.
+
+        Only what was GIVEN can conflict; a value inherited from a preset yields quietly.
+
+        Raises:
+            UserError: unknown name, bad value, or two given values that exclude each other.
+        """
+        given = dict(given)
+        for name in given:
+            if name not in FIELDS:
+                raise UserError(f"unknown setting {name!r}{near(name, FIELDS)}")
+        base = {name: getattr(self, name) for name in FIELDS}
+        if "gamma" in given and given.get("tree") is not None:
+            raise UserError("gamma and tree exclude each other: the depth of the token tree is the tree's")
+        if "tree" in given and given["tree"] is not None and given.get("method", self.method) != "specinfer":
+            raise UserError(f"tree belongs to specinfer, not to {given.get('method', self.method)}")
+        if given.get("deterministic", self.deterministic):
+            for name in SAMPLING_ONLY:
+                if name in given:
+                    raise UserError(f"{_option(name)} has no meaning beside deterministic: leave it out")
+                base[name] = DEFAULTS[name]
+        result = base | given
+        width = _typed("width", result["width"])
+        if "min_width" not in given and base["min_width"] > width >= 1:
+            result["min_width"] = width
+        return Settings(**result)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for JSON and YAML."""
+        return dataclasses.asdict(self) | {
+            "tree": list(self.tree) if self.tree else None,
+            "stop": list(self.stop),
+        }
+
+
+def near(name: str, known: Any) -> str:
+    """` (did you mean X?)` for the closest known spelling, or an empty string."""
+    close = difflib.get_close_matches(name, list(known), n=1)
+    return f" (did you mean {close[0]}?)" if close else ""
+
+
+def _option(name: str) -> str:
+    return name.replace("_", "-")
+
+
+def _one_of(name: str, value: str, known: tuple[str, ...]) -> None:
+    if value not in known:
+        raise UserError(f"{name} must be one of {', '.join(known)}, not {value!r}{near(value, known)}")
+
+
+def _typed(name: str, value: Any) -> Any:
+    """The value in its field's type, or a UserError; an int is a float, a bool never an int."""
+    kind = KINDS[name]
+    if value is None and "None" in kind:
+        return None
+    if kind.startswith("tuple"):
+        item = str if "str" in kind else int
+        if not isinstance(value, (list, tuple)) or not all(type(entry) is item for entry in value):
+            raise UserError(f"{_option(name)} must be a list of {item.__name__}, not {value!r}")
+        return tuple(value)
+    want = {"int": int, "float": float, "str": str, "bool": bool}[kind.split(" ")[0]]
+    if want is float and type(value) is int:
+        return float(value)
+    if type(value) is not want:
+        raise UserError(f"{_option(name)} must be {_A[want]}, not {value!r}")
+    return value
+
+
+_A = {int: "a whole number", float: "a number", str: "a text", bool: "true or false"}
+FIELDS = tuple(field.name for field in dataclasses.fields(Settings))
+KINDS = {field.name: str(field.type) for field in dataclasses.fields(Settings)}
+DEFAULTS: dict[str, Any] = {field.name: field.default for field in dataclasses.fields(Settings)}
