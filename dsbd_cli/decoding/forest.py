@@ -1,0 +1,93 @@
+"""Draft forests and what proposes them (design.md section 2)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from dsbd_cli.decoding.chance import Chance
+from dsbd_cli.decoding.law import Support, Warp, most_probable
+from dsbd_cli.decoding.model import TreeModel
+from dsbd_cli.decoding.tree import Node, Trie
+
+
+@dataclass(frozen=True)
+class DraftLayer:
+    """One drafted layer.
+
+    Attributes:
+        parents: the unfinished nodes drafted from; `support.parent` indexes them.
+        support: the recorded `q_beam`, exactly what was drawn from.
+        draws: the drafted nodes in order, duplicates kept; for `cover` the distinct most probable.
+    """
+
+    parents: list[Node]
+    support: Support
+    draws: list[Node]
+
+
+@dataclass(frozen=True)
+class Forest:
+    """The layers of one iteration, the first one's parents being the input beams."""
+
+    layers: list[DraftLayer] = field(default_factory=list)
+
+    def unfinished(self) -> Iterator[Node]:
+        """Distinct drafted nodes that a model may be asked about (finished ones are leaves)."""
+        for layer in self.layers:
+            yield from dict.fromkeys(node for node in layer.draws if node.finish is None)
+
+
+class Proposer(Protocol):
+    """Whatever proposes a forest: a draft model today."""
+
+    def propose(self, beams: list[Node], depth: int) -> Forest:
+        """A forest of at most `depth` layers on the unfinished `beams` (their `score` is known)."""
+
+    def retain(self, leaves: list[Node]) -> None:
+        """The iteration is over: only `leaves` and their ancestors matter from now on."""
+
+
+class DraftModelProposer:
+    """Draws each layer from the draft model's `q_beam`, or takes its most probable continuations.
+
+    Layer 1 weighs the parents by the TARGET's l, which is known exactly and a better proposal than
+    the draft's own prefix likelihood; deeper layers add the draft's conditionals on top.
+
+    Args:
+        draft: the draft model, prefilled with the same prompt.
+        width: W_S.
+        distinct: take the W_S most probable distinct continuations (`cover`) instead of draws.
+    """
+
+    def __init__(
+        self, draft: TreeModel, trie: Trie, warp: Warp, width: int, chance: Chance, distinct: bool
+    ) -> None:
+        self._draft, self._trie, self._warp = draft, trie, warp
+        self._width, self._chance, self._distinct = width, chance, distinct
+
+    def propose(self, beams: list[Node], depth: int) -> Forest:
+        layers: list[DraftLayer] = []
+        parents, scores = beams, [node.score for node in beams]
+        for _ in range(depth):
+            self._draft.forward(parents)
+            support = self._draft.joint(parents, scores, self._warp)
+            if self._distinct:
+                picks = [int(i) for i in most_probable(support, self._width)]
+            else:
+                picks = self._chance.picks(support.prob, self._width)
+            draws = [self._trie.child(parents[support.parent[i]], int(support.token[i])) for i in picks]
+            layers.append(DraftLayer(parents, support, draws))
+            found = {
+                node: scores[support.parent[i]] + float(support.logp[i])
+                for node, i in zip(draws, picks, strict=True)
+                if node.finish is None
+            }
+            if not found:
+                break
+            parents, scores = list(found), list(found.values())
+        return Forest(layers)
+
+    def retain(self, leaves: list[Node]) -> None:
+        self._draft.retain(leaves)

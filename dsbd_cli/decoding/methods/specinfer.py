@@ -1,0 +1,74 @@
+"""SpecInfer: one sequence, a token tree, multi-step speculative sampling at every node.
+
+Miao et al., "SpecInfer: Accelerating Large Language Model Serving with Tree-based Speculative
+Inference and Verification" (ASPLOS 2024). q and p at a node are T of that node's OWN conditional;
+the `paper` rule with one slot decides among its k_d iid draws, duplicates kept as draws.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from dsbd_cli.decoding.chance import Chance
+from dsbd_cli.decoding.events import Iteration, Layer
+from dsbd_cli.decoding.forest import DraftLayer, Forest
+from dsbd_cli.decoding.law import Warp
+from dsbd_cli.decoding.methods.dsbd import verify_layer
+from dsbd_cli.decoding.model import TreeModel
+from dsbd_cli.decoding.run import Run
+from dsbd_cli.decoding.tree import Node, Trie
+
+
+class TreeProposer:
+    """Drafts a token tree: every distinct unfinished node of depth d gets k_d iid draws of its q.
+
+    The forest has one `DraftLayer` per node with children, level by level.
+    """
+
+    def __init__(
+        self, draft: TreeModel, trie: Trie, warp: Warp, expansion: Sequence[int], chance: Chance
+    ) -> None:
+        self._draft, self._trie, self._warp = draft, trie, warp
+        self._expansion, self._chance = expansion, chance
+
+    def propose(self, beams: list[Node], depth: int) -> Forest:
+        layers: list[DraftLayer] = []
+        level = beams
+        for count in self._expansion[:depth]:
+            if not level:
+                break
+            self._draft.forward(level)
+            found: dict[Node, None] = {}
+            for node in level:
+                support = self._draft.joint([node], [0.0], self._warp)
+                picks = self._chance.picks(support.prob, count)
+                draws = [self._trie.child(node, int(support.token[i])) for i in picks]
+                layers.append(DraftLayer([node], support, draws))
+                found |= dict.fromkeys(draw for draw in draws if draw.finish is None)
+            level = list(found)
+        return Forest(layers)
+
+    def retain(self, leaves: list[Node]) -> None:
+        self._draft.retain(leaves)
+
+
+def specinfer(run: Run) -> Iterator[Layer | Iteration]:
+    """Decode one sequence: an accept descends, no accept ends with one residual draw, a leaf with one
+    draw of p."""
+    while not run.hypotheses.stopped():
+        forest = run.propose()
+        run.advance(forest)
+        yield from _descend(run, forest)
+        yield from run.finish_iteration(forest)
+
+
+def _descend(run: Run, forest: Forest) -> Iterator[Layer]:
+    below = {layer.parents[0]: layer for layer in forest.layers}
+    depth = 0
+    while (drafted := below.get(run.hypotheses.active[0])) is not None:
+        layer = verify_layer(run, drafted, depth)
+        yield layer
+        if run.hypotheses.stopped() or not layer.passed:
+            return
+        depth += 1
+    yield run.draw_layer(1)

@@ -1,0 +1,41 @@
+"""What the methods need of a model: conditionals of nodes of one tree. Served by `runner` (real
+weights) and, in tests, by a table with an exactly known law."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Protocol
+
+import numpy as np
+
+from dsbd_cli.decoding.law import Support, Warp
+from dsbd_cli.decoding.tree import Node
+
+
+class TreeModel(Protocol):
+    """One model over one tree of nodes (design.md section 5).
+
+    `calls` counts forwards, prefill left out. `max_positions` is the model's context limit or None.
+    """
+
+    calls: int
+    max_positions: int | None
+
+    def prefill(self, ids: Sequence[int], root: Node) -> None:
+        """Start a new tree: compute the prompt; `root` stands for it and becomes known."""
+
+    def forward(self, nodes: Iterable[Node]) -> None:
+        """One forward over those of `nodes`, and of their ancestors, that are not known yet."""
+
+    def knows(self, node: Node) -> bool:
+        """Whether `joint` can be asked with this node as a parent."""
+
+    def joint(self, parents: Sequence[Node], scores: Sequence[float], warp: Warp) -> Support:
+        """`law.joint` over the parents' conditionals; every parent is known."""
+
+    def best(self, node: Node, count: int) -> tuple[np.ndarray, np.ndarray]:
+        """The `count` most probable tokens of a known node (or all there are), best first, and
+        their raw float32 log-probabilities; ties go to the lower id."""
+
+    def retain(self, leaves: Iterable[Node]) -> None:
+        """Forget every node that is neither one of `leaves` nor an ancestor of one."""

@@ -1,0 +1,100 @@
+"""What every method works on: the models, the hypotheses, the settings, and the running count."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from dsbd_cli.decoding.chance import Chance
+from dsbd_cli.decoding.events import Iteration, Layer
+from dsbd_cli.decoding.forest import Forest, Proposer
+from dsbd_cli.decoding.hypotheses import Hypotheses
+from dsbd_cli.decoding.law import Support, Warp
+from dsbd_cli.decoding.model import TreeModel
+from dsbd_cli.decoding.tree import Node, Trie
+from dsbd_cli.decoding.width import WidthRule
+
+
+@dataclass
+class Run:
+    """One prompt being decoded.
+
+    Attributes:
+        target: prefilled target model.
+        trie: all sequences of this run; `trie.root` is the prompt.
+        hypotheses: active set and finished pool.
+        chance: the randomness of `p`; the proposer has its own, so that `cover` and `beam` draw alike.
+        warp: T.
+        width: W.
+        budget: generated tokens at most; a sequence of this length is finished.
+        proposer: where forests come from, or None for plain decoding.
+        gamma: layers to draft per target call.
+    """
+
+    target: TreeModel
+    trie: Trie
+    hypotheses: Hypotheses
+    chance: Chance
+    warp: Warp
+    width: int
+    budget: int
+    widths: WidthRule
+    proposer: Proposer | None = None
+    gamma: int = 0
+    kv_one: bool = False
+    _layers: list[Layer] = field(default_factory=list)
+
+    def propose(self) -> Forest:
+        """The iteration's forest: at most gamma layers, and none that the budget leaves no room for."""
+        beams = self.hypotheses.active
+        # The last layer of a sequence is drawn from known rows, so it needs no draft: budget less one.
+        depth = min(self.gamma, self.budget - beams[0].depth - 1)
+        if self.proposer is None or depth <= 0:
+            return Forest()
+        return self.proposer.propose(beams, depth)
+
+    def advance(self, forest: Forest) -> None:
+        """The one target call of an iteration: the beams not computed yet, and the whole forest."""
+        self.target.forward([*self.hypotheses.active, *forest.unfinished()])
+
+    def p_beam(self) -> Support:
+        """The law of the next layer, over the active set (all known)."""
+        active = self.hypotheses.active
+        return self.target.joint(active, [node.score for node in active], self.warp)
+
+    def known(self) -> bool:
+        """Whether the law of the next layer is known without another target call."""
+        return all(self.target.knows(node) for node in self.hypotheses.active)
+
+    def node(self, support: Support, index: int) -> Node:
+        """The sequence that continuation `index` of `p_beam` stands for, with its score."""
+        parent = self.hypotheses.active[support.parent[index]]
+        node = self.trie.child(parent, int(support.token[index]))
+        node.score = parent.score + float(support.logp[index])
+        return node
+
+    def commit(self, slots: Sequence[Node], **facts: object) -> Layer:
+        """Make the drawn `slots` the next layer, and test the stop rules through `hypotheses`."""
+        for node in self.hypotheses.active:
+            node.children = {}  # nothing asks below a parent again; lets dead branches go
+        distinct = self.hypotheses.commit(slots)
+        layer = Layer(tuple(slots), distinct, **facts)  # type: ignore[arg-type]
+        self._layers.append(layer)
+        return layer
+
+    def draw_layer(self, width: int) -> Layer:
+        """`width` iid draws of `p_beam`: the layer of plain beam sampling."""
+        support = self.p_beam()
+        return self.commit([self.node(support, i) for i in self.chance.picks(support.prob, width)])
+
+    def finish_iteration(self, forest: Forest) -> Iterator[Iteration]:
+        """Close an iteration: drop what is dead from the caches, and report."""
+        if self.kv_one:
+            self.hypotheses.keep_best_active()
+        active = self.hypotheses.active
+        event = Iteration(tuple(active), forest, tuple(self._layers))
+        self._layers.clear()
+        self.target.retain(active)
+        if self.proposer is not None:
+            self.proposer.retain(active)
+        yield event
