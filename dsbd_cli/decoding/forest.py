@@ -42,6 +42,8 @@ class Forest:
 class Proposer(Protocol):
     """Whatever proposes a forest: a draft model today."""
 
+    exhausted: bool  # the proposer can't go on (out of context): decoding goes on plain, same law
+
     def propose(self, beams: list[Node], depth: int) -> Forest:
         """A forest of at most `depth` layers on the unfinished `beams` (their `score` is known)."""
 
@@ -66,11 +68,14 @@ class DraftModelProposer:
     ) -> None:
         self._draft, self._trie, self._warp = draft, trie, warp
         self._width, self._chance, self._distinct = width, chance, distinct
+        self.exhausted = False
 
     def propose(self, beams: list[Node], depth: int) -> Forest:
         layers: list[DraftLayer] = []
+        room = draft_room(self._draft, beams)
+        self.exhausted = room <= 0
         parents, scores = beams, [node.score for node in beams]
-        for _ in range(depth):
+        for _ in range(min(depth, room)):
             self._draft.forward(parents)
             support = self._draft.joint(parents, scores, self._warp)
             if self._distinct:
@@ -91,3 +96,8 @@ class DraftModelProposer:
 
     def retain(self, leaves: list[Node]) -> None:
         self._draft.retain(leaves)
+
+
+def draft_room(draft: TreeModel, beams: list[Node]) -> int:
+    """How many layers the draft's context still allows: layer j forwards nodes of depth beams + j - 1."""
+    return 1 << 30 if draft.max_depth is None else draft.max_depth - beams[0].depth + 1

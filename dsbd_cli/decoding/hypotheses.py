@@ -1,4 +1,4 @@
-"""The active set, the finished pool, scores and stop rules, the same for all methods (design.md section 1)."""
+"""Active set, finished pool, scores and stop rules, the same for all methods (design.md section 1)."""
 
 from __future__ import annotations
 

@@ -15,11 +15,14 @@ from dsbd_cli.decoding.tree import Node
 class TreeModel(Protocol):
     """One model over one tree of nodes (design.md section 5).
 
-    `calls` counts forwards, prefill left out. `max_positions` is the model's context limit or None.
+    Attributes:
+        calls: forwards so far, prefill left out.
+        max_depth: depth of the deepest node that the model's context limit leaves room for behind
+            the prompt, or None for no limit.
     """
 
     calls: int
-    max_positions: int | None
+    max_depth: int | None
 
     def prefill(self, ids: Sequence[int], root: Node) -> None:
         """Start a new tree: compute the prompt; `root` stands for it and becomes known."""

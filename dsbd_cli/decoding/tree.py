@@ -84,6 +84,7 @@ def common_ancestor(nodes: list[Node]) -> Node:
             assert node.parent is not None
             node = node.parent
         while best is not node:
-            assert best.parent is not None and node.parent is not None
+            assert best.parent is not None
+            assert node.parent is not None
             best, node = best.parent, node.parent
     return best

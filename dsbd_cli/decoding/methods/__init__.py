@@ -15,7 +15,7 @@ from dsbd_cli.decoding.methods.specinfer import TreeProposer, specinfer
 from dsbd_cli.decoding.model import TreeModel
 from dsbd_cli.decoding.run import Run
 from dsbd_cli.decoding.tree import Trie
-from dsbd_cli.decoding.width import FixedWidth, width_rule
+from dsbd_cli.decoding.width import FixedWidth, WidthRule, width_rule
 from dsbd_cli.settings import DEFAULT_TREE, ONE_BEAM_METHODS, Settings
 
 DRAFTING = ("dsbd", "speculative", "specinfer")
@@ -49,13 +49,28 @@ def start(
     elif draft is not None and settings.method in DRAFTING:
         distinct = settings.deterministic or (settings.method == "dsbd" and settings.verify == "cover")
         draft_width = 1 if one_beam else settings.draft_width
+        if settings.deterministic:
+            # Beam search has no T; the draft's most probable continuations need no more of its rows.
+            warp = Warp(top_k=draft_width)
         proposer = DraftModelProposer(draft, trie, warp, draft_width, draft_chance, distinct)
-    widths = FixedWidth(width)
+    widths: WidthRule = FixedWidth(width)
     if settings.method == "dsbd" and not settings.deterministic:
         widths = width_rule(width, settings.min_width, settings.threshold)
     hypotheses = Hypotheses(trie.root, width, settings.early_stopping, settings.length_penalty)
     kv_one = settings.kv == "one" and settings.method == "dsbd"
-    return Run(target, trie, hypotheses, chance, warp, width, trie.budget, widths, proposer, gamma, kv_one)
+    return Run(
+        target,
+        trie,
+        hypotheses,
+        chance,
+        warp_of(settings),
+        width,
+        trie.budget,
+        widths,
+        proposer,
+        gamma,
+        kv_one,
+    )
 
 
 def decode(run: Run, settings: Settings) -> Iterator[Layer | Iteration]:

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 
 from dsbd_cli.decoding.chance import Chance
 from dsbd_cli.decoding.events import Iteration, Layer
-from dsbd_cli.decoding.forest import DraftLayer, Forest
+from dsbd_cli.decoding.forest import DraftLayer, Forest, draft_room
 from dsbd_cli.decoding.law import Warp
 from dsbd_cli.decoding.methods.dsbd import verify_layer
 from dsbd_cli.decoding.model import TreeModel
@@ -30,11 +30,14 @@ class TreeProposer:
     ) -> None:
         self._draft, self._trie, self._warp = draft, trie, warp
         self._expansion, self._chance = expansion, chance
+        self.exhausted = False
 
     def propose(self, beams: list[Node], depth: int) -> Forest:
         layers: list[DraftLayer] = []
         level = beams
-        for count in self._expansion[:depth]:
+        room = draft_room(self._draft, beams)
+        self.exhausted = room <= 0
+        for count in self._expansion[: max(0, min(depth, room))]:
             if not level:
                 break
             self._draft.forward(level)
