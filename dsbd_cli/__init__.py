@@ -1,1 +1,30 @@
-"""Dynamic-width speculative beam decoding: the Python API (filled lazily, so `import dsbd_cli` is quick)."""
+"""Dynamic-width speculative beam decoding.
+
+`from dsbd_cli import Decoder, Settings`; both are loaded on first use, so that `import dsbd_cli`
+does not wait for torch.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from dsbd_cli.settings import Settings
+from dsbd_cli.version import __version__
+
+if TYPE_CHECKING:
+    from dsbd_cli.decoder import Decoder
+    from dsbd_cli.result import Result
+
+__all__ = ["Decoder", "Result", "Settings", "__version__"]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "Decoder":
+        from dsbd_cli.decoder import Decoder
+
+        return Decoder
+    if name == "Result":
+        from dsbd_cli.result import Result
+
+        return Result
+    raise AttributeError(f"module 'dsbd_cli' has no attribute {name!r}")

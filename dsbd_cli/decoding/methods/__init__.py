@@ -28,6 +28,20 @@ def warp_of(settings: Settings) -> Warp:
     return Warp(settings.temperature, settings.top_k, settings.top_p)
 
 
+def rows_needed(settings: Settings, eos_count: int) -> int:
+    """How many best entries of each target row the method asks for; 0 = whole rows."""
+    if settings.deterministic:
+        # Hugging Face keeps (1 + EOS tokens) x W candidates, which may all share one parent.
+        return max(2, 1 + eos_count) * settings.width
+    return warp_of(settings).row_size
+
+
+def draft_warp(settings: Settings) -> Warp:
+    """T of the draft's proposals: the same T, so that what is recorded is what was drawn from."""
+    # Beam search has no T: only the draft's W_S most probable continuations are asked for.
+    return Warp(top_k=settings.draft_width) if settings.deterministic else warp_of(settings)
+
+
 def start(
     settings: Settings,
     target: TreeModel,
@@ -39,7 +53,7 @@ def start(
     """A `Run` for these settings on prefilled models; `draft` may be None for plain decoding."""
     one_beam = settings.method in ONE_BEAM_METHODS
     width = 1 if one_beam else settings.width
-    warp = warp_of(settings)
+    warp = draft_warp(settings)
     gamma = settings.gamma
     proposer: Proposer | None = None
     if draft is not None and settings.method == "specinfer":
@@ -49,9 +63,6 @@ def start(
     elif draft is not None and settings.method in DRAFTING:
         distinct = settings.deterministic or (settings.method == "dsbd" and settings.verify == "cover")
         draft_width = 1 if one_beam else settings.draft_width
-        if settings.deterministic:
-            # Beam search has no T; the draft's most probable continuations need no more of its rows.
-            warp = Warp(top_k=draft_width)
         proposer = DraftModelProposer(draft, trie, warp, draft_width, draft_chance, distinct)
     widths: WidthRule = FixedWidth(width)
     if settings.method == "dsbd" and not settings.deterministic:

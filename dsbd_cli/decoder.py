@@ -1,0 +1,247 @@
+"""The Python API: a `Decoder` holds a loaded pair and turns prompts into `Result`s or streams of events."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from dsbd_cli.decoding.chance import SeededChance
+from dsbd_cli.decoding.events import Event, Finished, Iteration, Layer, Notice, Prefilled, Text
+from dsbd_cli.decoding.methods import DRAFTING, decode, draft_warp, rows_needed, start
+from dsbd_cli.decoding.run import Run
+from dsbd_cli.decoding.runner import HfTreeModel
+from dsbd_cli.decoding.tree import Node, Trie, common_ancestor
+from dsbd_cli.energy import EnergyMeter
+from dsbd_cli.errors import UserError
+from dsbd_cli.loading import Pair, PairSpec, load_pair
+from dsbd_cli.prompts import Prompt, encode
+from dsbd_cli.result import Beam, Result, Stats
+from dsbd_cli.settings import Settings
+from dsbd_cli.tally import Tally, ratio
+from dsbd_cli.text import ConfirmedText, Detokenizer, Endings, visible_text
+
+
+class Decoder:
+    """A target/draft pair ready to decode.
+
+    Attributes:
+        pair: the loaded models and their tokenizer.
+        settings: used where a call gives none.
+        detokenize: ids -> text, as the results show it.
+    """
+
+    def __init__(self, pair: Pair, settings: Settings | None = None) -> None:
+        self.pair = pair
+        self.settings = settings or Settings()
+        self.detokenize = Detokenizer(pair.tokenizer)
+        self.target = HfTreeModel(pair.target, vocab_size=pair.vocab_size, role="target")
+        self.draft = (
+            HfTreeModel(pair.draft, vocab_size=pair.vocab_size, role="draft")
+            if pair.draft is not None
+            else None
+        )
+
+    @classmethod
+    def from_preset(cls, preset: str | Path, **spec: Any) -> Decoder:
+        """Load the pair that a preset names; `spec` overrides `PairSpec` fields (devices, dtypes).
+
+        Raises:
+            UserError: unknown preset, or a pair that cannot be loaded or cannot work together.
+        """
+        from dsbd_cli.presets import load_preset
+
+        loaded = load_preset(str(preset))
+        return cls(load_pair(loaded.pair.replace(**spec)), loaded.settings)
+
+    @classmethod
+    def from_pair(
+        cls,
+        target: str | Path,
+        draft: str | Path | None = None,
+        *,
+        device: str = "auto",
+        dtype: str = "auto",
+        settings: Settings | None = None,
+        **spec: Any,
+    ) -> Decoder:
+        """Load a pair from folders, hub ids or GGUF files; without a draft only beam and multinomial run."""
+        names = {"target_device": device, "draft_device": device, "target_dtype": dtype, "draft_dtype": dtype}
+        pair = PairSpec(str(target), None if draft is None else str(draft), **(names | spec))
+        return cls(load_pair(pair, need_draft=draft is not None), settings)
+
+    def generate(self, prompt: Prompt, settings: Settings | None = None) -> Result:
+        """Decode one prompt to the end.
+
+        Raises:
+            UserError: settings or prompt that cannot work with this pair.
+            RunError: non-finite logits.
+        """
+        for event in self.stream(prompt, settings):
+            if isinstance(event, Finished):
+                return event.result
+        raise AssertionError("a stream ends with Finished")
+
+    def stream(self, prompt: Prompt, settings: Settings | None = None) -> Iterator[Event]:
+        """Decode one prompt, yielding events; the last one is `Finished`. Raises like `generate`."""
+        settings = settings or self.settings
+        ids, notes = encode(prompt, self.pair.tokenizer, settings, self.pair.vocab_size)
+        budget, more = self._budget(len(ids), settings.max_new_tokens)
+        drafting = settings.method in DRAFTING
+        if drafting and self.draft is None:
+            raise UserError(f"{settings.method} needs a draft model: give --draft, or --method beam")
+        self.target.require_tree()
+        draft = self.draft if drafting else None
+        limit = draft.max_positions if draft is not None else None
+        if limit is not None and len(ids) > limit:
+            draft = None
+            more = [*more, f"the prompt ({len(ids)} tokens) does not fit the draft's context of {limit}: "
+                           "decoding without a draft, same law"]  # fmt: skip
+        for note in [*notes, *more]:
+            yield Notice(note)
+        yield from _Generation(self, settings, draft, ids, budget).events()
+
+    def _budget(self, prompt_tokens: int, wanted: int) -> tuple[int, list[str]]:
+        """Tokens that may be generated, and a note if the context limit cut them down."""
+        limit = self.target.max_positions
+        if limit is None or prompt_tokens + wanted <= limit:
+            return wanted, []
+        if prompt_tokens >= limit:
+            raise UserError(
+                f"the prompt leaves no room: {prompt_tokens} prompt tokens, {wanted} new tokens asked for, "
+                f"{limit} is the target's context limit"
+            )
+        room = limit - prompt_tokens
+        return room, [f"max-new-tokens clamped from {wanted} to {room}: {prompt_tokens} prompt tokens, "
+                      f"{limit} is the target's context limit"]  # fmt: skip
+
+    def meter(self, with_draft: bool) -> EnergyMeter:
+        """An energy meter over the devices that a run uses."""
+        models = [self.pair.target, *([self.pair.draft] if with_draft and self.pair.draft else [])]
+        return EnergyMeter.for_devices([model.device for model in models])
+
+    def models(self) -> dict[str, Any]:
+        """Name, dtype and device of both models, for results."""
+        pair = {"target": self.pair.target, "draft": self.pair.draft}
+        return {
+            role: None
+            if model is None
+            else {"name": model.name, "dtype": str(model.dtype).split(".")[-1], "device": str(model.device)}
+            for role, model in pair.items()
+        }
+
+
+class _Generation:
+    """One prompt through one method: owns the clocks, the counts and the confirmed text."""
+
+    def __init__(
+        self, decoder: Decoder, settings: Settings, draft: HfTreeModel | None, ids: list[int], budget: int
+    ) -> None:
+        self.decoder, self.settings, self.draft, self.ids, self.budget = decoder, settings, draft, ids, budget
+        self.seed = secrets.randbelow(2**31) if settings.seed is None else settings.seed
+        self.tally, self.stats = Tally(), Stats(prompt_tokens=len(ids))
+        self.seconds = 0.0
+        ends = Endings(decoder.detokenize, decoder.pair.eos_ids, settings.stop, budget)
+        self.trie = Trie(ends, decoder.pair.eos_ids, budget)
+        self.text = ConfirmedText(decoder.detokenize, settings.stop)
+
+    def events(self) -> Iterator[Event]:
+        begin = time.perf_counter()
+        run = self._start()
+        self.stats.prefill_s = time.perf_counter() - begin
+        yield Prefilled(self.ids, self.stats.prefill_s)
+        meter = self.decoder.meter(self.draft is not None)
+        meter.start()
+        if self.budget > 0:
+            yield from self._decode(run)
+        energy = meter.stop()
+        self.stats.energy_j = energy.joules
+        self.stats.energy_source = energy.source if energy.joules is not None else energy.reason
+        result = self._result(run)
+        left = self.text.finish(result.text)
+        if left:
+            yield Text(left)
+        yield Finished(result)
+
+    def _start(self) -> Run:
+        target, settings, trie = self.decoder.target, self.settings, self.trie
+        target.prefill(self.ids, trie.root, row_size=rows_needed(settings, len(trie.eos_ids)))
+        if self.draft is not None:
+            self.draft.prefill(self.ids, trie.root, row_size=draft_warp(settings).row_size)
+        chances = SeededChance(self.seed, 0), SeededChance(self.seed, 1)
+        return start(settings, target, self.draft, trie, *chances)
+
+    def _decode(self, run: Run) -> Iterator[Event]:
+        loop = decode(run, self.settings)
+        warned = False
+        while True:
+            # Only the engine's own time counts: a consumer may take its time over an event.
+            begin = time.perf_counter()
+            event = next(loop, None)
+            self.seconds += time.perf_counter() - begin
+            if event is None:
+                return
+            if isinstance(event, Layer):
+                self.tally.add(event)
+            if isinstance(event, Iteration):
+                if run.proposer is not None and run.proposer.exhausted and not warned:
+                    warned = True
+                    yield Notice("the draft's context is full: going on without a draft, same law")
+                if new := self._confirm(run):
+                    yield Text(new)
+            yield event
+
+    def _confirm(self, run: Run) -> str:
+        """Text on which all live beams and the best finished one agree."""
+        if self.settings.num_return > 1 or not run.hypotheses.active:
+            return ""
+        rivals = list(run.hypotheses.active)
+        best = run.hypotheses.best_finished()
+        node = common_ancestor([*rivals, best] if best is not None else rivals)
+        return self.text.advance(node) if node.finish is None else ""
+
+    def _result(self, run: Run) -> Result:
+        settings, decoder, stats = self.settings, self.decoder, self.stats
+        ranking = run.hypotheses.ranking()[: settings.num_return]
+        best = ranking[0]
+        stats.new_tokens = best.depth
+        stats.target_calls = decoder.target.calls
+        stats.draft_calls = self.draft.calls if self.draft is not None else 0
+        self.tally.fill(stats)
+        stats.decode_s = self.seconds
+        stats.tokens_per_s = ratio(stats.new_tokens, self.seconds)
+        stats.kv_slots_peak = decoder.target.slots_peak
+        caches = [decoder.target, *([self.draft] if self.draft is not None else [])]
+        stats.kv_bytes_peak = sum(cache.bytes_peak for cache in caches)
+        stats.kv_bytes_allocated = sum(cache.bytes_allocated for cache in caches)
+        if stats.energy_j is not None:
+            stats.joules_per_token = ratio(stats.energy_j, stats.new_tokens)
+        stats.notes = [note for cache in caches for note in cache.notes]
+        return Result(
+            text=visible_text(best, decoder.detokenize, settings.stop),
+            token_ids=best.tokens(),
+            finish_reason=_reason(best, self.budget),
+            method=settings.method,
+            settings=settings,
+            seed=self.seed,
+            models=decoder.models(),
+            beams=[self._beam(run, node) for node in ranking],
+            stats=stats,
+        )
+
+    def _beam(self, run: Run, node: Node) -> Beam:
+        return Beam(
+            text=visible_text(node, self.decoder.detokenize, self.settings.stop),
+            token_ids=node.tokens(),
+            logprob=node.score,
+            score=run.hypotheses.score(node),
+            finished=node.finish is not None,
+        )
+
+
+def _reason(node: Node, budget: int) -> str:
+    if node.finish is not None:
+        return node.finish
+    return "length" if budget == 0 else "early_stop"
