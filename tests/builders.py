@@ -89,10 +89,8 @@ def markov(folder: Folder, table: Tensor, words: Sequence[str] = (), **options: 
     """
     vocab = table.shape[0]
     hidden = 8 * math.ceil(vocab / 8)
-    sizes = {"hidden_size": hidden, "num_hidden_layers": 1, "rms_norm_eps": 0.0}
-    model = rand(
-        folder, "llama", vocab=vocab, words=words, **(sizes | {"tie_word_embeddings": False} | options)
-    )
+    sizes: dict[str, Any] = {"hidden_size": hidden, "num_hidden_layers": 1, "rms_norm_eps": 0.0}
+    model: Any = rand(folder, vocab=vocab, words=words, **({"tie_word_embeddings": False} | sizes | options))
     with torch.no_grad():
         for weight in model.parameters():
             weight.zero_()
@@ -127,8 +125,8 @@ def parrot(
     tokenizer = tok(folder)
     start = len(tokenizer(prompt).input_ids)
     ids = tokenizer(reply).input_ids if isinstance(reply, str) else list(reply)
-    sizes = {"n_embd": size, "n_inner": 1, "n_layer": 1, "n_head": 1, "n_positions": size}
-    model = rand(folder, "gpt2", **sizes, tie_word_embeddings=False)
+    sizes: dict[str, Any] = {"n_embd": size, "n_inner": 1, "n_layer": 1, "n_head": 1, "n_positions": size}
+    model: Any = rand(folder, "gpt2", **sizes, tie_word_embeddings=False)
     body = model.transformer
     with torch.no_grad():
         for weight in model.parameters():
