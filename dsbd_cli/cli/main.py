@@ -1,0 +1,128 @@
+"""`dsbd`: mounts the commands, and turns every way a run can end into an exit code.
+
+0 done, 1 the run failed, 2 the input is wrong, 130 after Ctrl-C; one line on stderr, no traceback.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import sys
+from collections.abc import Sequence
+from typing import Annotated
+
+import typer
+
+from dsbd_cli.errors import DsbdError
+from dsbd_cli.version import __version__
+
+app = typer.Typer(
+    name="dsbd",
+    help="Dynamic-width speculative beam decoding: beam-quality text at the speed of speculation.",
+    no_args_is_help=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+# Base of all usage errors, whichever click typer brings along.
+_ClickError = next(kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "ClickException")
+
+
+@app.callback(invoke_without_command=True)
+def root(
+    context: typer.Context,
+    version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False,
+) -> None:
+    if version:
+        typer.echo(f"dsbd {__version__}")
+        raise typer.Exit
+    if context.invoked_subcommand is None:
+        typer.echo(context.get_help())
+        raise typer.Exit(0)
+
+
+def _mount() -> None:
+    from dsbd_cli.cli import doctor, generate, presets
+
+    app.command("generate", no_args_is_help=False)(generate.generate)
+    app.add_typer(presets.app, name="presets")
+    app.command("doctor")(doctor.doctor)
+
+
+def say(line: str) -> None:
+    """One line on stderr, whatever state stderr is in."""
+    with contextlib.suppress(OSError, ValueError):
+        print(f"dsbd: {line}", file=sys.stderr, flush=True)
+
+
+def run(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line and return its exit code; never raises."""
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    try:
+        refuse_known(arguments)
+        _mount_once()
+        code = app(arguments, standalone_mode=False, prog_name="dsbd")
+        sys.stdout.flush()
+        return code if isinstance(code, int) else 0
+    except DsbdError as error:
+        say(str(error))
+        return error.exit_code
+    except _ClickError as error:  # type: ignore[misc]
+        say(usage_line(error))
+        return 2
+    except (KeyboardInterrupt, typer.Abort):
+        say("stopped")
+        return 130
+    except BrokenPipeError:
+        # The reader went away: nothing to report. Point stdout elsewhere so that exit is quiet too.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except OSError as error:
+        what = "the disk is full" if error.errno == errno.ENOSPC else error.strerror or str(error)
+        where = f" ({error.filename})" if error.filename else ""
+        say(f"{what}{where}")
+        return 1
+    except MemoryError:
+        say("out of memory: try a smaller model, --dtype bfloat16, or a shorter prompt")
+        return 1
+
+
+def usage_line(error: Exception) -> str:
+    """A usage error as one line, with the option it is about."""
+    line = " ".join(error.format_message().split())  # type: ignore[attr-defined]
+    context = getattr(error, "ctx", None)
+    return f"{line} (see {context.command_path} --help)" if context is not None else line
+
+
+def refuse_known(arguments: Sequence[str]) -> None:
+    """Options of other tools that we do not offer are refused by name, with the reason."""
+    from dsbd_cli.cli.options import REFUSED
+    from dsbd_cli.errors import UserError
+
+    for argument in arguments:
+        if argument == "--":
+            return
+        name = argument.split("=")[0].replace("_", "-")
+        if name in REFUSED:
+            raise UserError(f"{name} is not offered: {REFUSED[name]}")
+
+
+_mounted = False
+
+
+def _mount_once() -> None:
+    global _mounted
+    if not _mounted:
+        _mounted = True
+        _mount()
+
+
+def main() -> None:
+    """Entry point of the `dsbd` script."""
+    code = run()
+    if code == 130:
+        # Threads of torch may still be in a forward; an orderly exit would wait for them.
+        sys.stderr.flush()
+        os._exit(130)
+    sys.exit(code)

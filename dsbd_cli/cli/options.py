@@ -1,0 +1,207 @@
+"""The options that decide what is loaded and decoded, written once for generate, bench and chat.
+
+`decoding_options` puts them into a command's signature, and hands the command one `Chosen` record.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from dsbd_cli.errors import UserError
+from dsbd_cli.settings import FIELDS, KINDS, Settings
+
+if TYPE_CHECKING:
+    from dsbd_cli.decoder import Decoder
+
+MODEL, DECODING, SAMPLING = "Models", "Decoding", "Sampling and stopping"
+
+
+def _option(kind: Any, *names: str, help: str, panel: str, **more: Any) -> inspect.Parameter:
+    name = names[0].removeprefix("--").split("/")[0].replace("-", "_")
+    annotation = Annotated[kind, typer.Option(*names, help=help, rich_help_panel=panel, **more)]
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
+
+
+Text, Int, Float, Flag = str | None, int | None, float | None, bool | None
+PARAMETERS = [
+    _option(Text, "--preset", help="Preset name or YAML file (`dsbd presets` lists them).", panel=MODEL),
+    _option(Text, "--target", help="Target: folder, hub id, .gguf file, or wheel:… reference.", panel=MODEL),
+    _option(Text, "--draft", help="Draft: as --target, or embedded:NAME.", panel=MODEL),
+    _option(Text, "--revision", help="Hub revision of the target.", panel=MODEL),
+    _option(Text, "--draft-revision", help="Hub revision of the draft.", panel=MODEL),
+    _option(Flag, "--trust-remote-code", help="Run model code from the hub.", panel=MODEL),
+    _option(Text, "--quantization", help="Load with bitsandbytes: 8bit or 4bit.", panel=MODEL),
+    _option(Text, "--device-map", help="accelerate device map for a large target, e.g. auto.", panel=MODEL),
+    _option(Text, "--device", help="auto, cpu, cuda:N or mps, for both models.", panel=MODEL),
+    _option(Text, "--target-device", help="Device of the target alone.", panel=MODEL),
+    _option(Text, "--draft-device", help="Device of the draft alone.", panel=MODEL),
+    _option(Text, "--dtype", help="auto, float32, bfloat16 or float16, for both models.", panel=MODEL),
+    _option(Text, "--target-dtype", help="Dtype of the target alone.", panel=MODEL),
+    _option(Text, "--draft-dtype", help="Dtype of the draft alone.", panel=MODEL),
+    _option(Text, "--method", help="dsbd, beam, speculative, specinfer or multinomial.", panel=DECODING),
+    _option(Int, "--width", help="W: draws per layer, and beams kept.", panel=DECODING),
+    _option(
+        Int, "--draft-width", help="W_S: draws (cover: continuations) per drafted layer.", panel=DECODING
+    ),
+    _option(Int, "--gamma", help="Layers drafted per target call.", panel=DECODING),
+    _option(Text, "--verify", help="paper, continue or cover; all give the same law.", panel=DECODING),
+    _option(Text, "--threshold", help="t of the dynamic width, or none for a fixed width.", panel=DECODING),
+    _option(Int, "--min-width", help="W_min: the dynamic width never goes below.", panel=DECODING),
+    _option(Text, "--tree", help="SpecInfer's expansion per depth, e.g. 2,2,1.", panel=DECODING),
+    _option(
+        Text,
+        "--kv",
+        help="all, or one: after each target call only the likeliest unfinished beam goes on (less memory; "
+        "outside the exactness theorem).",
+        panel=DECODING,
+    ),
+    _option(
+        Flag,
+        "--deterministic/--sampled",
+        help="Beam search without sampling: token for token Hugging Face's generate(num_beams=W, "
+        "do_sample=False); for beam and dsbd.",
+        panel=DECODING,
+    ),
+    _option(
+        Float,
+        "--temperature",
+        help="0 is greedy: one sequence for every method (for beam search see --deterministic).",
+        panel=SAMPLING,
+    ),
+    _option(Int, "--top-k", help="Keep the k likeliest of the joint; 0 is off.", panel=SAMPLING),
+    _option(Float, "--top-p", help="Keep the smallest head of that mass; 1 is off.", panel=SAMPLING),
+    _option(Int, "--max-new-tokens", help="Budget of generated tokens.", panel=SAMPLING),
+    _option(Float, "--length-penalty", help="alpha in score = logprob / length**alpha.", panel=SAMPLING),
+    _option(Text, "--early-stopping", help="first, heuristic or never.", panel=SAMPLING),
+    _option(
+        list[str] | None, "--stop", help="Stop before this text; may be given more than once.", panel=SAMPLING
+    ),
+    _option(Text, "--system", help="System turn before the prompt.", panel=SAMPLING),
+    _option(
+        Flag, "--raw/--chat", help="Give the prompt as it is, without the chat template.", panel=SAMPLING
+    ),
+    _option(Int, "--seed", help="Same seed, same text; drawn and reported when not given.", panel=SAMPLING),
+    _option(Int, "--num-return", help="How many of the best beams to return.", panel=SAMPLING),
+]
+# Names people know from other tools; each would change the law, so it is refused by name.
+REFUSED = {
+    "--repetition-penalty": "it would change the target's law between beams",
+    "--presence-penalty": "it would change the target's law between beams",
+    "--frequency-penalty": "it would change the target's law between beams",
+    "--min-p": "use --top-k and --top-p, which act on the joint of all beams",
+    "--typical-p": "use --top-k and --top-p, which act on the joint of all beams",
+    "--no-repeat-ngram-size": "it would make a token's law depend on text the draft cannot see",
+    "--logit-bias": "it would change the target's law",
+    "--num-beams": "the option is --width",
+    "--do-sample": "every method samples; --temperature 0 is greedy",
+    "--max-tokens": "the option is --max-new-tokens",
+}
+_SPEC = {"revision", "draft_revision", "trust_remote_code", "quantization", "device_map"}
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """What the command line says about models and settings; unset options are absent.
+
+    Attributes:
+        preset: name or file, or None for the default.
+        spec: given fields of `PairSpec`.
+        settings: given fields of `Settings`.
+    """
+
+    preset: str | None
+    spec: dict[str, Any]
+    settings: dict[str, Any]
+
+    def resolve(self) -> tuple[Any, Settings]:
+        """(PairSpec, Settings): command line over preset over default; nothing is loaded yet."""
+        from dsbd_cli.presets import DEFAULT_PRESET, load_preset
+
+        if self.preset is None and "target" in self.spec:
+            from dsbd_cli.loading import PairSpec
+
+            base, settings = PairSpec(target=self.spec["target"], draft=None), Settings()
+        else:
+            preset = load_preset(self.preset or DEFAULT_PRESET)
+            base, settings = preset.pair, preset.settings
+            if "target" in self.spec and "draft" not in self.spec:
+                # A preset's draft belongs to the preset's target.
+                base = base.replace(draft=None)
+        return base.replace(**self.spec), settings.merged(self.settings)
+
+    def load(self) -> Decoder:
+        """The decoder with these settings; loads the pair."""
+        spec, settings = self.resolve()
+        from dsbd_cli.decoder import Decoder
+        from dsbd_cli.decoding.methods import DRAFTING
+        from dsbd_cli.loading import load_pair
+
+        need_draft = settings.method in DRAFTING
+        if need_draft and spec.draft is None:
+            raise UserError(f"{settings.method} needs a draft model: give --draft, or --method beam")
+        return Decoder(load_pair(spec, need_draft=need_draft), settings)
+
+
+def decoding_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Add the shared options to a typer command whose first parameter is `chosen: Chosen`."""
+
+    @functools.wraps(command)
+    def wrapper(**values: Any) -> Any:
+        mine = {parameter.name: values.pop(parameter.name) for parameter in PARAMETERS}
+        return command(chosen=chosen_from(mine), **values)
+
+    own = [
+        parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY)
+        for parameter in inspect.signature(command, eval_str=True).parameters.values()
+        if parameter.name != "chosen"
+    ]
+    wrapper.__signature__ = inspect.Signature([*own, *PARAMETERS])  # type: ignore[attr-defined]
+    wrapper.__annotations__ = {parameter.name: parameter.annotation for parameter in [*own, *PARAMETERS]}
+    del wrapper.__wrapped__  # typer would look through it at the bare signature
+    return wrapper
+
+
+def chosen_from(values: dict[str, Any]) -> Chosen:
+    """Sort option values into spec and settings, and parse those that are lists or `none`."""
+    given = {name: value for name, value in values.items() if value is not None}
+    if given.get("stop") == []:
+        del given["stop"]
+    spec = {name: given[name] for name in _SPEC if name in given}
+    for name in ("device", "dtype"):
+        for role in ("target", "draft"):
+            value = given.get(f"{role}_{name}", given.get(name))
+            if value is not None:
+                spec[f"{role}_{name}"] = value
+    for name in ("target", "draft"):
+        if name in given:
+            spec[name] = given[name]
+    settings = {name: parse_setting(name, given[name]) for name in FIELDS if name in given}
+    return Chosen(given.get("preset"), spec, settings)
+
+
+def parse_setting(name: str, value: Any) -> Any:
+    """An option's text in the setting's type: `none`, `2,2,1`, numbers; other values as they are."""
+    if not isinstance(value, str):
+        return value
+    kind = KINDS[name]
+    try:
+        if name == "tree":
+            return tuple(int(part) for part in value.split(","))
+        if "None" in kind and kind.startswith(("float", "int")) and value.lower() in ("none", "null"):
+            return None
+        if kind.startswith("float"):
+            return float(value)
+        if kind.startswith("int"):
+            return int(value)
+    except ValueError:
+        wanted = {"tree": "positive numbers such as 2,2,1", "threshold": "a number or none"}.get(
+            name, "a number"
+        )
+        raise UserError(f"--{name.replace('_', '-')} must be {wanted}, not {value!r}") from None
+    return value
