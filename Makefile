@@ -1,0 +1,28 @@
+# Everything runs in .venv, made on first use. PYTHON picks the interpreter (3.10 or newer).
+PYTHON ?= python3
+BIN := .venv/bin
+# One thread a test process: the suite runs in as many processes as there are cores.
+TEST_ENV := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false MPLBACKEND=Agg
+
+.PHONY: demo test quick lint clean
+demo: .venv/.ready ## set everything up and decode one prompt with the default pair
+	$(BIN)/dsbd generate "What is the capital of France?" --seed 1
+
+test: .venv/.ready lint ## all tests; what CI runs
+	$(TEST_ENV) $(BIN)/python -m pytest -n auto --dist loadgroup
+
+quick: .venv/.ready lint ## the fast part of the tests
+	$(TEST_ENV) $(BIN)/python -m pytest -n auto --dist loadgroup -m "not slow"
+
+lint: .venv/.ready
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy dsbd_cli
+
+.venv/.ready: pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[test]"
+	touch $@
+
+clean:
+	rm -rf .venv build dist .pytest_cache .mypy_cache .ruff_cache

@@ -1,0 +1,22 @@
+"""What all tests share: no network, one torch thread, and where the optional shared data lies."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+# Set before anything imports huggingface_hub, which reads it once.
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+@pytest.fixture(scope="session")
+def shared() -> Path:
+    """The folder of benchmark data beside the checkout; tests that want it are skipped without it."""
+    folder = Path(os.environ.get("DSBD_SHARED") or Path(__file__).parents[2] / "shared")
+    if not (folder / "data").is_dir():
+        pytest.skip("needs the benchmark data folder (DSBD_SHARED), which is not part of the project")
+    return folder
