@@ -17,12 +17,13 @@ class TreeModel(Protocol):
 
     Attributes:
         calls: forwards so far, prefill left out.
-        max_depth: depth of the deepest node that the model's context limit leaves room for behind
-            the prompt, or None for no limit.
     """
 
     calls: int
-    max_depth: int | None
+
+    @property
+    def max_depth(self) -> int | None:
+        """Depth of the deepest node that the context limit leaves room for behind the prompt, or None."""
 
     def prefill(self, ids: Sequence[int], root: Node) -> None:
         """Start a new tree: compute the prompt; `root` stands for it and becomes known."""

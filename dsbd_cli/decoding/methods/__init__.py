@@ -36,10 +36,18 @@ def rows_needed(settings: Settings, eos_count: int) -> int:
     return warp_of(settings).row_size
 
 
+def takes_most_probable(settings: Settings) -> bool:
+    """Whether the forest holds the draft's most probable continuations instead of draws."""
+    return settings.deterministic or (settings.method == "dsbd" and settings.verify == "cover")
+
+
 def draft_warp(settings: Settings) -> Warp:
-    """T of the draft's proposals: the same T, so that what is recorded is what was drawn from."""
-    # Beam search has no T: only the draft's W_S most probable continuations are asked for.
-    return Warp(top_k=settings.draft_width) if settings.deterministic else warp_of(settings)
+    """T of the draft's proposals: the same T, so that what is recorded is what was drawn from.
+
+    Where nothing is drawn, only the ranking matters: the W_S best of the unwarped joint are those of
+    the warped one, and more of them where top-p would leave fewer.
+    """
+    return Warp(top_k=settings.draft_width) if takes_most_probable(settings) else warp_of(settings)
 
 
 def start(
@@ -61,7 +69,7 @@ def start(
         gamma = len(expansion)
         proposer = TreeProposer(draft, trie, warp, expansion, draft_chance)
     elif draft is not None and settings.method in DRAFTING:
-        distinct = settings.deterministic or (settings.method == "dsbd" and settings.verify == "cover")
+        distinct = takes_most_probable(settings)
         draft_width = 1 if one_beam else settings.draft_width
         proposer = DraftModelProposer(draft, trie, warp, draft_width, draft_chance, distinct)
     widths: WidthRule = FixedWidth(width)
