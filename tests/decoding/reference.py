@@ -1,0 +1,139 @@
+"""The laws written a second time, straight from design.md section 1, with nothing shared with the engine.
+
+Everything is a dict over token tuples and plain Python floats: slow, dense, obvious.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from tests.decoding.table_model import Path, PathLaw
+
+
+class T(NamedTuple):
+    """Temperature, top-k (0: off), top-p (1: off)."""
+
+    tau: float = 1.0
+    k: int = 0
+    p: float = 1.0
+
+
+class Outcome(NamedTuple):
+    """All there is to know of a run: its layers as sets, what is left, and the answer."""
+
+    layers: tuple[frozenset[Path], ...]
+    pool: frozenset[Path]
+    active: frozenset[Path]
+    answer: Path
+
+
+def warped(log_weights: Sequence[tuple[int, int, float]], t: T) -> dict[tuple[int, int], float]:
+    """T on (parent, token, log weight) triples: the law over (parent, token)."""
+    ranked = sorted(
+        (entry for entry in log_weights if entry[2] > -math.inf),
+        key=lambda entry: (-entry[2], entry[0], entry[1]),
+    )
+    if t.tau == 0:
+        ranked = ranked[:1]
+    if t.k:
+        ranked = ranked[: t.k]
+    top = ranked[0][2]
+    weights = [math.exp((weight - top) / t.tau) if t.tau else 1.0 for _, _, weight in ranked]
+    total = math.fsum(weights)
+    law, reached = {}, 0.0
+    for (parent, token, _), weight in zip(ranked, weights, strict=True):
+        law[parent, token] = weight / total
+        reached += weight / total
+        if t.p < 1 and reached >= t.p:
+            break
+    kept = math.fsum(law.values())
+    return {key: weight / kept for key, weight in law.items() if weight > 0}
+
+
+def log(value: float) -> float:
+    return math.log(value) if value > 0 else -math.inf
+
+
+def logprob(law: PathLaw, path: Path) -> float:
+    """l(path): never warped."""
+    return sum(log(float(law(path[:i])[path[i]])) for i in range(len(path)))
+
+
+def p_beam(law: PathLaw, active: Sequence[Path], t: T) -> dict[Path, float]:
+    """The law of one draw, over sequences one token longer."""
+    triples = [
+        (i, token, logprob(law, path) + log(float(share)))
+        for i, path in enumerate(active)
+        for token, share in enumerate(law(path))
+    ]
+    return {(*active[i], token): share for (i, token), share in warped(triples, t).items()}
+
+
+def set_process(
+    law: PathLaw,
+    width: int,
+    t: T,
+    eos: Sequence[int],
+    budget: int,
+    early_stopping: str = "heuristic",
+    alpha: float = 1.0,
+    layers: int | None = None,
+) -> dict[Outcome, float]:
+    """Beam sampling as a process of sets: the law over whole runs (or over their first `layers`)."""
+    done: dict[Outcome, float] = defaultdict(float)
+    open_: dict[tuple[tuple[frozenset[Path], ...], frozenset[Path], frozenset[Path]], float]
+    open_ = {((), frozenset(), frozenset({()})): 1.0}
+
+    def score(path: Path) -> float:
+        return logprob(law, path) / len(path) ** alpha if path else 0.0
+
+    def over(pool: frozenset[Path], active: frozenset[Path]) -> bool:
+        if not active:
+            return True
+        if early_stopping == "never":
+            return False
+        if len(pool) >= width:
+            return True
+        return (
+            early_stopping == "heuristic"
+            and bool(pool)
+            and max(map(score, pool)) >= max(map(score, active))
+        )
+
+    while open_:
+        following: dict[tuple[tuple[frozenset[Path], ...], frozenset[Path], frozenset[Path]], float]
+        following = defaultdict(float)
+        for (history, pool, active), mass in open_.items():
+            draw = p_beam(law, sorted(active), t)
+            layer_law: dict[frozenset[Path], float] = defaultdict(float)
+            for drawn in itertools.product(draw, repeat=width):
+                layer_law[frozenset(drawn)] += math.prod(draw[path] for path in drawn)
+            for layer, share in layer_law.items():
+                ended = {path for path in layer if path[-1] in eos or len(path) >= budget}
+                following[(*history, layer), pool | ended, frozenset(layer - ended)] += mass * share
+        open_ = {}
+        for (history, pool, active), mass in following.items():
+            if over(pool, active) or (layers is not None and len(history) >= layers):
+                answer = max(sorted(pool | active), key=score)
+                done[Outcome(history, pool, active, answer)] += mass
+            else:
+                open_[history, pool, active] = mass
+    return dict(done)
+
+
+def sequence_law(law: PathLaw, t: T, eos: Sequence[int], budget: int) -> dict[Path, float]:
+    """The law of one whole sequence drawn token by token: what all one-beam methods must equal."""
+    done: dict[Path, float] = defaultdict(float)
+    open_: dict[Path, float] = {(): 1.0}
+    while open_:
+        path, mass = open_.popitem()
+        row = warped([(0, token, log(float(share))) for token, share in enumerate(law(path))], t)
+        for (_, token), share in row.items():
+            longer = (*path, token)
+            target = done if token in eos or len(longer) >= budget else open_
+            target[longer] = target.get(longer, 0.0) + mass * share
+    return dict(done)
