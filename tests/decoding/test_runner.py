@@ -1,0 +1,237 @@
+"""A forward over a tree is a forward over each of its paths, on one pool, for every served family."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+import torch
+
+from dsbd_cli.decoding.law import Warp
+from dsbd_cli.decoding.runner import HfTreeModel
+from dsbd_cli.decoding.tree import Node
+from dsbd_cli.errors import RunError, UserError
+from tests.builders import VOCAB, markov, rand
+
+# Weights large enough that attention decides; a window that is crossed.
+FAMILIES = {
+    "llama": {"num_key_value_heads": 2},
+    "opt": {},
+    "gpt2": {},
+    "gpt_neox": {},
+    "qwen2": {"num_key_value_heads": 2},
+    "qwen3": {"num_key_value_heads": 2, "head_dim": 8},
+    "mistral": {"sliding_window": None},
+    "mistral-window": {"sliding_window": 8},
+    "phi": {},
+    "gemma2": {"head_dim": 8, "sliding_window": 8},
+    "gemma3_text": {"head_dim": 8, "sliding_window": 8},
+}
+
+
+def family(folder, name, attention):
+    kind = name.split("-")[0]
+    wide = {"init_std": 0.3} if kind == "opt" else {"initializer_range": 0.3}
+    model = rand(folder, kind, **(wide | FAMILIES[name]))
+    try:
+        model.set_attn_implementation(attention)
+    except ValueError as error:
+        pytest.skip(f"{kind} has no {attention}: {str(error)[:60]}")
+    return model
+
+
+def plain(model, ids):
+    """Raw log-probabilities after `ids`, by an ordinary forward."""
+    with torch.inference_mode():
+        return torch.log_softmax(model(torch.tensor([ids])).logits[0, -1, :VOCAB].float(), -1)
+
+
+def children(rng, node, count):
+    return [Node(rng.randrange(VOCAB), node) for _ in range(count)]
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_tree_forward_is_path_by_path_through_hundreds_of_rounds(tmp_path, name, attention):
+    model = family(tmp_path, name, attention)
+    tree = HfTreeModel(model, vocab_size=VOCAB)
+    tree.require_tree()
+    rng = random.Random(1)
+    ids = [rng.randrange(VOCAB) for _ in range(10)]
+    root = Node(-1, None)
+    tree.prefill(ids, root)
+    leaves, most = [root], 0
+    for step in range(200):
+        # Grow by levels, some of them computed together with their missing parents.
+        level = [child for leaf in leaves for child in children(rng, leaf, rng.randint(1, 2))]
+        deeper = [child for node in level[:3] for child in children(rng, node, 1)]
+        tree.forward([*level[:2], *deeper] if step % 3 else [*deeper, *level])
+        known = [node for node in [*level, *deeper] if tree.knows(node)]
+        most = max(most, len(known))
+        for node in rng.sample(known, 2) if step % 20 == 0 else []:
+            got = tree.log_row(node)
+            assert (got - plain(model, ids + node.tokens())).abs().max() < 1e-4
+        leaves = rng.sample(known, min(len(known), rng.randint(1, 3)))
+        if rng.random() < 0.05:
+            leaves = [child for leaf in leaves for child in children(rng, leaf, 1)]  # not computed yet
+        tree.retain(leaves)
+        depth = max(leaf.depth for leaf in leaves)
+        assert tree._slots.live <= len(ids) + 3 * depth
+        if depth > 60:
+            tree.prefill(ids, root := Node(-1, None))
+            leaves = [root]
+    assert tree._slots.capacity <= 512
+    tree.prefill(ids, Node(-1, None))
+    assert tree._slots.live == len(ids)
+
+
+def test_live_slots_are_exactly_the_nodes_of_the_kept_paths(tmp_path):
+    tree = HfTreeModel(rand(tmp_path), vocab_size=VOCAB)
+    rng, root = random.Random(2), Node(-1, None)
+    tree.prefill([5, 6, 7], root, row_size=4)
+    leaves = [root]
+    for _ in range(100):
+        level = [child for leaf in leaves for child in children(rng, leaf, 2)]
+        tree.forward(level)
+        leaves = rng.sample(level, min(3, len(level)))
+        tree.retain(leaves)
+        kept = set()
+        for node in leaves:
+            while node.parent is not None:
+                kept.add(node)
+                node = node.parent
+        assert tree._slots.live == 3 + len(kept)
+        # Rows and mask rows are held for the leaves and the root alone.
+        assert set(tree._rows) == {*leaves, root}
+    assert tree.slots_peak >= tree._slots.live
+    assert tree.bytes_peak == tree.slots_peak * 2 * 2 * 32 * 4  # layers, keys and values, width, float32
+
+
+def test_a_prompt_in_chunks_is_the_prompt(tmp_path, monkeypatch):
+    model = rand(tmp_path, initializer_range=0.3)
+    monkeypatch.setattr("dsbd_cli.decoding.runner._CHUNK", 7)
+    tree, root = HfTreeModel(model, vocab_size=VOCAB), Node(-1, None)
+    ids = [(11 * i) % VOCAB for i in range(40)]
+    tree.prefill(ids, root)
+    assert (tree.log_row(root) - plain(model, ids)).abs().max() < 1e-4
+    assert tree.calls == 0
+
+
+def test_the_next_turn_reuses_prompt_and_answer(tmp_path):
+    model = rand(tmp_path, initializer_range=0.3)
+    tree, root, rng = HfTreeModel(model, vocab_size=VOCAB), Node(-1, None), random.Random(3)
+    ids = [(11 * i) % VOCAB for i in range(20)]
+    tree.prefill(ids, root)
+    good, bad = children(rng, root, 2)
+    last = children(rng, good, 1)[0]
+    tree.forward([last, bad])
+    computed = []
+    inner = tree._forward
+    tree._forward = lambda cache, tokens, *rest: computed.append(len(tokens)) or inner(cache, tokens, *rest)
+    turn = [*ids, good.token, last.token, 9, 8]
+    tree.prefill(turn, root := Node(-1, None))
+    assert computed == [2]
+    assert tree._slots.live == len(turn)
+    assert (tree.log_row(root) - plain(model, turn)).abs().max() < 1e-4
+    node = children(rng, root, 1)[0]
+    tree.forward([node])
+    assert (tree.log_row(node) - plain(model, turn + node.tokens())).abs().max() < 1e-4
+    # The same prompt again: only its last token; a shorter one: likewise.
+    for again in (turn, ids[:7]):
+        tree.prefill(again, root := Node(-1, None))
+        assert (tree.log_row(root) - plain(model, again)).abs().max() < 1e-4
+        assert tree._slots.live == len(again)
+    assert computed == [2, 1, 1, 1]
+
+
+def test_known_nodes_cost_no_call(tmp_path):
+    tree, root = HfTreeModel(rand(tmp_path), vocab_size=VOCAB), Node(-1, None)
+    tree.prefill([1, 2], root, row_size=3)
+    node = Node(4, root)
+    tree.forward([node])
+    tree.forward([root, node])
+    tree.forward([])
+    assert tree.calls == 1
+
+
+def test_max_depth_counts_from_the_prompt(tmp_path):
+    tree = HfTreeModel(rand(tmp_path, max_position_embeddings=64), vocab_size=VOCAB)
+    tree.prefill([1] * 10, Node(-1, None))
+    assert tree.max_depth == 54
+    assert HfTreeModel(rand(tmp_path, "opt"), vocab_size=VOCAB).max_positions == 512
+
+
+def test_padded_columns_have_no_probability(tmp_path):
+    model = rand(tmp_path, vocab=320)
+    tree, root = HfTreeModel(model, vocab_size=VOCAB), Node(-1, None)
+    tree.prefill([1, 2], root)
+    assert tree.log_row(root).shape == (VOCAB,)
+    assert float(tree.log_row(root).exp().sum()) == pytest.approx(1)
+    support = tree.joint([root], [0.0], Warp())
+    assert len(support.token) == VOCAB
+
+
+@pytest.mark.parametrize("warp", [Warp(0.7, 5, 0.9), Warp(1.0, 5, 1.0), Warp(temperature=0)])
+def test_the_joint_of_best_entries_is_that_of_whole_rows(tmp_path, warp):
+    model = rand(tmp_path, initializer_range=0.3)
+    supports = []
+    for size in (0, 5):
+        tree, root = HfTreeModel(model, vocab_size=VOCAB), Node(-1, None)
+        tree.prefill([1, 2, 3], root, row_size=size)
+        nodes = [Node(7, root), Node(9, root)]
+        tree.forward(nodes)
+        supports.append(tree.joint(nodes, [-0.5, -0.2], warp))
+    for whole, best in zip(*supports, strict=True):
+        assert np.array_equal(whole, best)
+
+
+def test_asking_for_more_than_was_prepared_is_an_error(tmp_path):
+    tree, root = HfTreeModel(rand(tmp_path), vocab_size=VOCAB), Node(-1, None)
+    tree.prefill([1, 2], root, row_size=3)
+    with pytest.raises(ValueError, match="were prepared"):
+        tree.best(root, 4)
+    with pytest.raises(ValueError, match="were prepared"):
+        tree.joint([root], [0.0], Warp())
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("size", [0, 2])
+def test_logits_that_are_not_finite_stop_the_run_and_leave_no_trace(tmp_path, value, size):
+    table = torch.full((VOCAB, VOCAB), 1 / VOCAB)
+    model = markov(tmp_path, table)
+    tree, root = HfTreeModel(model, vocab_size=VOCAB, role="draft"), Node(-1, None)
+    with torch.no_grad():
+        # Only after token 7 are the hidden states, and with them everything computed from them, broken.
+        model.model.embed_tokens.weight[7] = value
+    tree.prefill([1, 2], root, row_size=size)
+    node = Node(7, root)
+    tree.forward([node])
+    tree.best(root, 2)
+    with pytest.raises(RunError, match=r"draft model .* step 1 in float32: try"):
+        tree.best(node, 2)
+    tree.prefill([1, 2, 3], root := Node(-1, None), row_size=size)
+    assert np.isfinite(tree.best(root, 2)[1]).all()
+
+
+def test_a_model_that_ignores_the_mask_is_refused_by_name(tmp_path):
+    model = rand(tmp_path, initializer_range=0.3)
+    inner = model.model.forward
+    model.model.forward = lambda *args, attention_mask=None, **rest: inner(
+        *args, attention_mask=None if attention_mask is None else torch.zeros_like(attention_mask), **rest
+    )
+    with pytest.raises(UserError, match=r"llama .*off by"):
+        HfTreeModel(model, vocab_size=VOCAB).require_tree()
+
+
+def test_architectures_without_a_tree_are_refused_by_name(tmp_path):
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    for kind, options in (
+        ("bloom", {"hidden_size": 32, "n_layer": 1, "n_head": 4}),
+        ("mamba", {"hidden_size": 32, "num_hidden_layers": 1, "state_size": 4}),
+    ):
+        config = AutoConfig.for_model(kind, vocab_size=VOCAB, **options)
+        model = AutoModelForCausalLM.from_config(config).eval()
+        with pytest.raises(UserError, match=kind):
+            HfTreeModel(model, vocab_size=VOCAB).require_tree()
