@@ -1,0 +1,69 @@
+"""What a run says: progress for a person, JSON lines for later."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+
+class RunLog:
+    """Appends one JSON object a line to `path`; None writes nothing."""
+
+    def __init__(self, path: Path | None) -> None:
+        self.path = path
+        if path is not None:
+            path.parent.mkdir(parents=True, exist_ok=True)
+
+    def write(self, event: str, **fields: Any) -> None:
+        if self.path is None:
+            return
+        line = json.dumps({"time": round(time.time(), 2), "event": event, **fields})
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(line + "\n")
+
+
+class Step:
+    """One step's progress: a bar on a terminal, else a plain line now and then.
+
+    Use as a context manager; `update(done, total, note)` in any unit.
+    """
+
+    def __init__(self, console: Console | None, name: str, every: float = 15.0) -> None:
+        self.console, self.name, self.every = console, name, every
+        self.began = self.said = time.monotonic()
+        self.bar: Progress | None = None
+
+    def __enter__(self) -> Step:
+        if self.console is not None and self.console.is_terminal:
+            self.bar = Progress(
+                TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:>3.0f}%"),
+                TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn(), TextColumn("{task.fields[note]}"),
+                console=self.console,
+            )  # fmt: skip
+            self.bar.start()
+            self.task = self.bar.add_task(self.name, total=1.0, note="")
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.bar is not None:
+            self.bar.stop()
+
+    def update(self, done: float, total: float, note: Callable[[], str] | str = "") -> None:
+        text = note if isinstance(note, str) else note()
+        if self.bar is not None:
+            self.bar.update(self.task, completed=min(1.0, done / max(total, 1e-9)), note=text)
+        elif self.console is not None and time.monotonic() - self.said >= self.every:
+            self.said = time.monotonic()
+            spent = self.said - self.began
+            left = spent * (total - done) / done if done else float("nan")
+            self.console.print(f"{self.name} {100 * done / total:.0f}% {spent:.0f} s, left {left:.0f} s {text}")
+
+    def say(self, text: str) -> None:
+        if self.console is not None:
+            (self.bar.console if self.bar is not None else self.console).print(f"{self.name}: {text}")

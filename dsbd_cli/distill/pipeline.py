@@ -1,0 +1,163 @@
+"""The three steps in order, in one folder that remembers how far it came."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from rich.console import Console
+
+from dsbd_cli.distill import draft as drafts
+from dsbd_cli.distill import prompts as sources
+from dsbd_cli.distill import shards
+from dsbd_cli.distill.engine import Engine
+from dsbd_cli.distill.log import RunLog, Step
+from dsbd_cli.distill.sample import SampleOptions, sample
+from dsbd_cli.distill.train import TrainOptions, Trainer
+from dsbd_cli.distill.world import World
+from dsbd_cli.errors import UserError
+from dsbd_cli.version import __version__
+
+
+@dataclass(frozen=True)
+class DistillOptions:
+    """Everything a run needs besides the target; see `SampleOptions` and `TrainOptions`."""
+
+    out: Path
+    keep: tuple[int, ...]
+    share_embeddings: bool = False
+    prompts: Path | None = None
+    max_length: int = 768
+    rows: int = 64
+    sample: SampleOptions = field(default_factory=SampleOptions)
+    train: TrainOptions = field(default_factory=TrainOptions)
+    watch: dict[str, Path] = field(default_factory=dict)
+    only: str | None = None
+
+
+def hardware(world: World) -> str:
+    """The machine in words: accelerators, or the processor's cores."""
+    if world.device.type == "cuda":
+        name = torch.cuda.get_device_name(world.device)
+        return name if world.size == 1 else f"{world.size} x {name}"
+    return f"{platform.machine()} CPU, {torch.get_num_threads()} threads"
+
+
+def watch_sets(paths: dict[str, Path]) -> dict[str, shards.Sequences]:
+    """Stored answers by name; a file whose metadata names sets is split into them."""
+    found: dict[str, shards.Sequences] = {}
+    for name, path in paths.items():
+        whole = shards.load(path)
+        sets = whole.meta.get("sets")
+        if not sets:
+            found[name] = whole
+            continue
+        for group in dict.fromkeys(sets):
+            rows = [
+                (whole.sequence(i).tolist(), int(whole.start[i]), int(whole.answer[i]))
+                for i in range(len(whole)) if sets[i] == group
+            ]  # fmt: skip
+            found[group] = shards.pack(rows)
+    return found
+
+
+def write_json(path: Path, value: Any) -> None:
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+    os.replace(temporary, path)
+
+
+def distill(
+    target: Any, tokenizer: Any, options: DistillOptions, world: World, console: Console | None,
+    command: Sequence[str] = (),
+) -> dict[str, Any]:  # fmt: skip
+    """Run the steps that are still to do; returns the provenance record.
+
+    Args:
+        target: the target in float32; moved to the world's device here.
+        options.only: `sample` or `train` runs that step alone.
+
+    Raises:
+        UserError, RunError: see the steps.
+    """
+    out = options.out
+    work = out / "work"
+    work.mkdir(parents=True, exist_ok=True)
+    log = RunLog(out / "log.jsonl")
+    view = console if world.first else None
+    began = time.time()
+    if world.first:
+        log.write("start", command=list(command), hardware=hardware(world), keep=list(options.keep))
+    draft = drafts.prune(target, options.keep).to(world.device).eval()
+    kind = torch.bfloat16 if world.device.type == "cuda" else torch.float32
+    target = target.to(world.device, kind).eval().requires_grad_(False)
+    facts: dict[str, Any] = {}
+    if options.only != "train":
+        form = sources.chat_form(tokenizer)
+        encoded = []
+        if options.prompts is not None:
+            encoded = [sources.encode_prompt(tokenizer, p.text) for p in sources.read_prompts(options.prompts)]
+        engine = Engine(target, options.rows, options.max_length, sources.end_ids(target, tokenizer), len(tokenizer))
+        with Step(view, "sample") as step:
+            facts["sample"] = sample(engine, form, encoded, options.sample, work / "shards", world, log, step)
+        del engine
+        if world.device.type == "cuda":
+            torch.cuda.empty_cache()
+    world.wait()
+    if options.only == "sample":
+        return facts
+    sequences = shards.load_folder(work / "shards")
+    with Step(view, "train") as step:
+        step.say(f"{len(sequences):,} sequences, {sequences.answer_tokens:,} answer tokens")
+        trainer = Trainer(target, draft, sequences, options.train, work, world, log, watch_sets(options.watch))
+        if trainer.resume():
+            step.say(f"going on from step {trainer.step}")
+        result = trainer.run(step)
+    state = result.pop("state")
+    facts["train"] = {k: v for k, v in result.items() if k != "curve"}
+    record = {
+        "made_by": f"dsbd-cli {__version__}", "command": list(command), "hardware": hardware(world),
+        "software": {
+            "python": platform.python_version(), "torch": torch.__version__, "transformers": transformers.__version__
+        },
+        "keep": list(options.keep), "seeds": {"sample": options.sample.seed, "train": options.train.seed},
+        "answer_tokens": sequences.answer_tokens, "sequences": len(sequences),
+        "sampling": asdict(options.sample), "training": asdict(options.train), **facts,
+        "curve": result["curve"], "seconds": round(time.time() - began, 1),
+    }  # fmt: skip
+    if world.first:
+        drafts.load_own_state(draft, state)
+        drafts.save_draft(draft, out, options.share_embeddings, tokenizer)
+        write_json(out / "provenance.json", record)
+        log.write("done", seconds=record["seconds"])
+    world.wait()
+    return record
+
+
+def parse_keep(keep: str | None, layers: int | None, total: int) -> tuple[int, ...]:
+    """Layers to keep from `--keep 0,1,2,29` or `--layers 4`.
+
+    Raises:
+        UserError: both or not numbers.
+    """
+    if keep is not None and layers is not None:
+        raise UserError("give --keep or --layers, not both")
+    if keep is None:
+        return tuple(drafts.choose_layers(total, layers if layers is not None else min(4, total)))
+    try:
+        return tuple(int(part) for part in keep.split(","))
+    except ValueError:
+        raise UserError(f"--keep {keep}: expected layer numbers with commas, such as 0,1,2,29") from None
+
+
+def command_line() -> list[str]:
+    return ["dsbd", *sys.argv[1:]]

@@ -1,0 +1,105 @@
+"""Where prompts come from: the target itself, or a file of the user's."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dsbd_cli.errors import UserError
+
+_MARK = "\u2063dsbd\u2063"
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One prompt of a file: its text, and the set and id it is reported under."""
+
+    text: str
+    group: str = "prompts"
+    id: str = ""
+
+
+def read_prompts(path: Path) -> list[Prompt]:
+    """Prompts of a file: JSONL (`{"prompt": ...}`, optional `set` and `id`) or text, one a line.
+
+    Raises:
+        UserError: unreadable, empty, or a line that is not a prompt (with its number).
+    """
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{path}: cannot read prompts: {error}") from error
+    prompts = []
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        if path.suffix not in (".jsonl", ".ndjson"):
+            prompts.append(Prompt(line.strip(), id=str(number)))
+            continue
+        try:
+            record = json.loads(line)
+            text = record["prompt"]
+            if not isinstance(text, str):
+                raise TypeError
+        except (ValueError, KeyError, TypeError):
+            raise UserError(f'{path}:{number}: expected a JSON object with a text "prompt"') from None
+        prompts.append(Prompt(text, str(record.get("set", "prompts")), str(record.get("id", number))))
+    if not prompts:
+        raise UserError(f"{path}: no prompts in it")
+    return prompts
+
+
+@dataclass(frozen=True)
+class Form:
+    """How a model is addressed: `header` + user text + `suffix`, all token ids.
+
+    A base model has no chat template: the header is BOS (or EOS), and `suffix` is None: there are no
+    turns, so what it writes from the header is text to learn from as it stands.
+    """
+
+    header: tuple[int, ...]
+    suffix: tuple[int, ...] | None
+
+
+def chat_form(tokenizer: Any) -> Form:
+    """The form of a tokenizer's chat template, default system turn included.
+
+    Raises:
+        UserError: no template and no BOS or EOS token to start from.
+    """
+    if getattr(tokenizer, "chat_template", None):
+        text = tokenizer.apply_chat_template(
+            [{"role": "user", "content": _MARK}], tokenize=False, add_generation_prompt=True
+        )
+        before, _, after = text.partition(_MARK)
+        return Form(tuple(_ids(tokenizer, before)), tuple(_ids(tokenizer, after)))
+    start = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
+    if start is None:
+        raise UserError("the tokenizer has no chat template and no BOS or EOS token: use --prompts with --share 1")
+    return Form((int(start),), None)
+
+
+def encode_prompt(tokenizer: Any, text: str) -> tuple[int, ...]:
+    """Token ids of one prompt: a user turn under the chat template, or plain text with the usual BOS."""
+    if getattr(tokenizer, "chat_template", None):
+        text = tokenizer.apply_chat_template(
+            [{"role": "user", "content": text}], tokenize=False, add_generation_prompt=True
+        )
+        return tuple(_ids(tokenizer, text))
+    return tuple(tokenizer(text).input_ids)
+
+
+def _ids(tokenizer: Any, text: str) -> list[int]:
+    return list(tokenizer(text, add_special_tokens=False).input_ids)
+
+
+def end_ids(model: Any, tokenizer: Any) -> list[int]:
+    """Ids that end an answer: the generation config's, else the tokenizer's."""
+    ids = getattr(model.generation_config, "eos_token_id", None)
+    if ids is None:
+        ids = tokenizer.eos_token_id
+    if ids is None:
+        return []
+    return [int(i) for i in ids] if isinstance(ids, (list, tuple)) else [int(ids)]
