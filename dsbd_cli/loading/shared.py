@@ -1,0 +1,125 @@
+"""A draft that stores only its layers and takes embeddings and head from its target.
+
+The folder holds `layers.int8.safetensors`: int8 rows, each with a float16 scale in `<name>.scale`
+(weight = int8 * scale); tensors without a scale are taken as they are. Names are those of the causal
+LM class, embeddings and head left out. `config.json` (with `dsbd_shared_embeddings: true`) is
+optional: without one it is the target's config with as many layers as the file has.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from dsbd_cli.errors import UserError
+from dsbd_cli.loading.checkpoint import check_weights
+from dsbd_cli.loading.model import LoadedModel, describe, load_config
+from dsbd_cli.loading.place import Place
+from dsbd_cli.loading.source import SHARED_WEIGHTS
+
+FLAG = "dsbd_shared_embeddings"
+_LAYER = re.compile(r"\.layers\.(\d+)\.")
+# An embedding this small is built and thrown away for the target's.
+_STAND_IN_ROWS = 8
+
+
+def is_shared(config: Any) -> bool:
+    """Whether a config says that the draft has no embeddings."""
+    return bool(getattr(config, FLAG, False))
+
+
+def dequantised(path: Path) -> dict[str, Tensor]:
+    """Tensors of a `layers.int8.safetensors` in float32, by name."""
+    stored = load_file(str(path))
+    weights = {}
+    for name, tensor in stored.items():
+        if name.endswith(".scale"):
+            continue
+        scale = stored.get(name + ".scale")
+        weights[name] = tensor.float() if scale is None else tensor.float() * scale.float()
+    return weights
+
+
+def load_shared(
+    place: Place, target: LoadedModel, device: torch.device, dtype: torch.dtype, trust: bool = False
+) -> LoadedModel:
+    """The draft on `device`, with its target's embedding and head.
+
+    They are the target's own modules where device and dtype agree, copies otherwise.
+
+    Raises:
+        UserError: a broken file, or a draft made for another target.
+    """
+    path = place.folder / SHARED_WEIGHTS
+    check_weights(path, place.role)
+    weights = dequantised(path)
+    config = _config(place, target, weights, trust)
+    _check_width(place, config, target)
+    small = copy.deepcopy(config)
+    text = small.get_text_config()
+    text.vocab_size, text.pad_token_id = _STAND_IN_ROWS, None
+    draft = AutoModelForCausalLM.from_config(small, trust_remote_code=trust)
+    borrowed = _borrowed(draft)
+    missing, unexpected = draft.load_state_dict(weights, strict=False)
+    lacking = [name for name in missing if name not in borrowed]
+    if lacking or unexpected:
+        what = f"lacks {lacking[0]}" if lacking else f"has {unexpected[0]}, which its config does not know"
+        raise UserError(f"{place.role} {path} {what}: was the draft made for this target?")
+    draft = draft.to(device=device, dtype=dtype)
+    _borrow(draft, target, device, dtype)
+    draft.config.get_text_config().vocab_size = target.vocab_rows
+    draft.config.get_text_config().pad_token_id = config.get_text_config().pad_token_id
+    return describe(draft, place.source)
+
+
+def _config(place: Place, target: LoadedModel, weights: dict[str, Tensor], trust: bool) -> Any:
+    if (place.folder / "config.json").is_file():
+        return load_config(place, trust)
+    config = copy.deepcopy(target.model.config)
+    layers = 1 + max((int(found[1]) for name in weights if (found := _LAYER.search(name))), default=-1)
+    if layers < 1:
+        raise UserError(f"{place.role} {place.folder / SHARED_WEIGHTS} holds no layers")
+    text = config.get_text_config()
+    if getattr(text, "layer_types", None):
+        text.layer_types = text.layer_types[:layers]
+    text.num_hidden_layers = layers
+    # Quantisation describes the target's stored weights, not these.
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    return config
+
+
+def _check_width(place: Place, config: Any, target: LoadedModel) -> None:
+    mine = config.get_text_config().hidden_size
+    theirs = target.model.get_input_embeddings().weight.shape[-1]
+    if mine != theirs:
+        raise UserError(f"{place.role} {place.source.text} shares its target's embeddings, but is {mine} wide "
+                        f"where {target.name} is {theirs}: it was made for another target")  # fmt: skip
+
+
+def _borrowed(draft: Any) -> set[str]:
+    """Parameter names of embedding and head."""
+    theirs = {id(draft.get_input_embeddings().weight), id(draft.get_output_embeddings().weight)}
+    return {name for name, tensor in draft.named_parameters(remove_duplicate=False) if id(tensor) in theirs}
+
+
+def _borrow(draft: Any, target: LoadedModel, device: torch.device, dtype: torch.dtype) -> None:
+    embedding = target.model.get_input_embeddings()
+    head = target.model.get_output_embeddings()
+    tied = head.weight is embedding.weight
+    if any(module.weight.device != device or module.weight.dtype != dtype for module in (embedding, head)):
+        from accelerate.hooks import remove_hook_from_module
+
+        embedding = remove_hook_from_module(copy.deepcopy(embedding)).to(device=device, dtype=dtype)
+        head = remove_hook_from_module(copy.deepcopy(head)).to(device=device, dtype=dtype)
+        if tied:
+            head.weight = embedding.weight
+    draft.set_input_embeddings(embedding)
+    draft.set_output_embeddings(head)

@@ -1,0 +1,111 @@
+"""Which two models, where and in what number format: one frozen record, checked when it is made."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from dsbd_cli.errors import UserError
+from dsbd_cli.settings import near
+
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+QUANTIZATIONS = ("8bit", "4bit")
+_DTYPE_ALIASES = {
+    "fp32": "float32",
+    "f32": "float32",
+    "float": "float32",
+    "bf16": "bfloat16",
+    "fp16": "float16",
+    "f16": "float16",
+    "half": "float16",
+}
+_DEVICE = re.compile(r"auto|cpu|mps|cuda(:\d+)?")
+
+
+@dataclass(frozen=True)
+class PairSpec:
+    """Sources, devices and dtypes of a pair; nothing is looked up yet.
+
+    Attributes:
+        target, draft: sources as `source.py` reads them; `draft=None` for methods without one.
+        target_device, draft_device: `auto` (cuda, then mps, then cpu), `cpu`, `mps`, `cuda`, `cuda:N`.
+        target_dtype, draft_dtype: one of `DTYPES`; `auto` is what the device runs well.
+        revision, draft_revision: hub revisions.
+        trust_remote_code: run modelling code that comes with a checkpoint; off unless asked for.
+        quantization: `8bit` or `4bit` (bitsandbytes), of the target alone; None loads it as stored.
+        device_map: handed to transformers for a target spread over several devices.
+
+    Raises:
+        UserError: a value that no field takes.
+    """
+
+    target: str
+    draft: str | None = None
+    target_device: str = "auto"
+    draft_device: str = "auto"
+    target_dtype: str = "auto"
+    draft_dtype: str = "auto"
+    revision: str | None = None
+    draft_revision: str | None = None
+    trust_remote_code: bool = False
+    quantization: str | None = None
+    device_map: str | None = None
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            _check_type(field.name, getattr(self, field.name))
+        if not self.target.strip():
+            raise UserError("target is empty: name a folder, a hub id or a GGUF file")
+        for name in ("target_device", "draft_device"):
+            value = getattr(self, name)
+            if not _DEVICE.fullmatch(value):
+                raise UserError(f"{_option(name)} must be auto, cpu, mps, cuda or cuda:N, not {value!r}")
+        for name in ("target_dtype", "draft_dtype"):
+            value = getattr(self, name).removeprefix("torch.")
+            value = _DTYPE_ALIASES.get(value, value)
+            if value not in DTYPES:
+                raise UserError(
+                    f"{_option(name)} must be one of {', '.join(DTYPES)}, not {value!r}{near(value, DTYPES)}"
+                )
+            object.__setattr__(self, name, value)
+        if self.quantization is not None and self.quantization not in QUANTIZATIONS:
+            known = ", ".join(QUANTIZATIONS)
+            raise UserError(f"quantization must be one of {known}, not {self.quantization!r}")
+
+    def replace(self, **given: Any) -> PairSpec:
+        """This spec with some fields replaced.
+
+        Raises:
+            UserError: unknown field or bad value.
+        """
+        for name in given:
+            if name not in SPEC_FIELDS:
+                raise UserError(f"unknown option {name!r} of a pair{near(name, SPEC_FIELDS)}")
+        return dataclasses.replace(self, **given)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for JSON and YAML."""
+        return dataclasses.asdict(self)
+
+
+SPEC_FIELDS = tuple(field.name for field in dataclasses.fields(PairSpec))
+SPEC_DEFAULTS: dict[str, Any] = {
+    field.name: field.default for field in dataclasses.fields(PairSpec) if field.name != "target"
+}
+_KINDS = {field.name: str(field.type) for field in dataclasses.fields(PairSpec)}
+
+
+def _check_type(name: str, value: Any) -> None:
+    kind = _KINDS[name]
+    if value is None and "None" in kind:
+        return
+    want = bool if kind == "bool" else str
+    if type(value) is not want:
+        what = "true or false" if want is bool else "a text"
+        raise UserError(f"{_option(name)} must be {what}, not {value!r}")
+
+
+def _option(name: str) -> str:
+    return name.replace("_", "-")
