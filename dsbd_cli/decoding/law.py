@@ -79,10 +79,11 @@ def joint(scores: Sequence[float] | np.ndarray, rows: Sequence[Row], warp: Warp)
     size = 1 if warp.greedy else warp.top_k
     if size == 0 and warp.top_p >= 1:
         keep = np.flatnonzero(log_weight > -np.inf)
-        prob = _softmax(log_weight[keep] / warp.temperature)
+        prob = _weights(log_weight[keep], log_weight.max(), warp.temperature)
+        prob /= prob.sum()
     else:
         keep, prob = _head(log_weight, parent, token, size, warp)
-    # log_weight / tau can underflow to an exact zero: such an entry is outside the support.
+    # exp(log_weight / tau) can underflow to an exact zero: such an entry is outside the support.
     keep, prob = keep[prob > 0], prob[prob > 0]
     order = np.lexsort((token[keep], parent[keep]))
     keep = keep[order]
@@ -95,16 +96,14 @@ def _head(
     """Indices of the surviving head, best first, and their probabilities (sum 1 before the last cut)."""
     total = None
     if size == 0:
-        tau = warp.temperature
-        peak = log_weight.max()
-        total = np.exp((log_weight - peak) / tau).sum()
+        weights = _weights(log_weight, log_weight.max(), warp.temperature)
+        total = weights.sum()
         count = min(_HEAD, len(log_weight))
         while True:
             # All entries at least as large as the count-th: whole ties, so the sort below decides them.
             floor = np.partition(log_weight, len(log_weight) - count)[len(log_weight) - count]
             pool = np.flatnonzero(log_weight >= floor)
-            mass = np.exp((log_weight[pool] - peak) / tau).sum() / total
-            if mass >= warp.top_p or count == len(log_weight):
+            if weights[pool].sum() / total >= warp.top_p or count == len(log_weight):
                 break
             count = min(4 * count, len(log_weight))
     else:
@@ -115,8 +114,7 @@ def _head(
     if len(pool) == 1 or warp.greedy:
         return pool[:1], np.ones(1)
     pool = pool[log_weight[pool] > -np.inf]
-    scaled = (log_weight[pool] - log_weight[pool[0]]) / warp.temperature
-    prob = np.exp(scaled)
+    prob = _weights(log_weight[pool], log_weight[pool[0]], warp.temperature)
     prob /= prob.sum() if total is None else total
     if warp.top_p < 1:
         count = int(np.searchsorted(np.cumsum(prob), warp.top_p, side="left")) + 1
@@ -124,9 +122,10 @@ def _head(
     return pool, prob
 
 
-def _softmax(values: np.ndarray) -> np.ndarray:
-    weights = np.exp(values - values.max())
-    return weights / weights.sum()
+def _weights(log_weight: np.ndarray, peak: float, temperature: float) -> np.ndarray:
+    """Unnormalised weights, the peak's 1: subtract first, so that no temperature can overflow them all."""
+    with np.errstate(over="ignore"):
+        return np.exp((log_weight - peak) / temperature)
 
 
 def residual(p: np.ndarray, q: np.ndarray) -> np.ndarray:

@@ -76,25 +76,30 @@ class TableModel:
         self.calls = 0
         self.max_depth = max_depth
         self.forwarded: list[int] = []  # nodes computed, one entry a call
-        self._known: set[Node] = set()
+        self._known: set[Node] = set()  # `joint` may be asked
+        self._held: set[Node] = set()  # in the cache
         self._joints: dict[tuple[object, ...], Support] = {}
 
     def prefill(self, ids: Sequence[int], root: Node) -> None:
-        self._known = {root}
+        self._known, self._held = {root}, {root}
 
     def forward(self, nodes: Iterable[Node]) -> None:
         new: set[Node] = set()
         for leaf in nodes:
+            if leaf in self._known:
+                continue
             node: Node | None = leaf
-            while node is not None and node not in self._known and node not in new:
+            while node is not None and node not in self._held and node not in new:
                 assert node.finish is None, "a finished node was forwarded"
                 assert self.max_depth is None or node.depth <= self.max_depth, "past the context"
                 new.add(node)
                 node = node.parent
+            # As with real weights: ancestors are caught up on, but only what was asked for is known.
+            self._known.add(leaf)
         if new:
             self.calls += 1
             self.forwarded.append(len(new))
-            self._known |= new
+            self._held |= new
 
     def knows(self, node: Node) -> bool:
         return node in self._known
@@ -121,9 +126,11 @@ class TableModel:
 
     def retain(self, leaves: Iterable[Node]) -> None:
         kept: set[Node] = set()
+        leaves = list(leaves)
         for leaf in leaves:
             node: Node | None = leaf
             while node is not None:
                 kept.add(node)
                 node = node.parent
-        self._known &= kept
+        self._held &= kept
+        self._known &= set(leaves)
