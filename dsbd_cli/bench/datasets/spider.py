@@ -1,97 +1,104 @@
-"""Spider (text to SQL): official layout `dev.json`, `tables.json`, `database/DB/DB.sqlite`, one-shot prompts.
-
-Layout and licence: Yu et al., EMNLP 2018. Prompt form: one worked example, then the schema table by
-table, then the question, as in the paper's experiment section.
-"""
+"""Spider in the official layout: `dev.json`, `tables.json`, `database/DB/DB.sqlite` (Yu et al., EMNLP 2018)."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections import Counter
+from pathlib import Path
 from typing import Any
 
-INSTRUCTION = "Write one SQLite query that answers the question. Reply with the SQL only."
+from dsbd_cli.bench.datasets.files import folder_of, read_json, text_of
+from dsbd_cli.bench.datasets.records import Dataset, SpiderItem
+from dsbd_cli.bench.datasets.spider_prompt import Schema, build_messages, build_prompt, schemas_by_id
+from dsbd_cli.errors import UserError
+
+__all__ = ["Schema", "build_messages", "build_prompt", "load", "schemas_by_id"]
+
+_SQLITE = b"SQLite format 3\0"
 
 
-@dataclass(frozen=True)
-class Schema:
-    """One database: table name -> column names, and foreign keys as (`table.column`, `table.column`)."""
+def load(data_dir: Path, *, label: str | None = None, builtin: bool = False) -> Dataset:
+    """The dev questions whose databases are there.
 
-    db_id: str
-    tables: tuple[tuple[str, tuple[str, ...]], ...]
-    foreign_keys: tuple[tuple[str, str], ...] = ()
-
-    @classmethod
-    def from_official(cls, entry: Mapping[str, Any]) -> Schema:
-        """One entry of `tables.json`; SQLite's own tables (`sqlite_...`) are left out.
-
-        Raises:
-            KeyError, IndexError, TypeError: the entry does not follow the layout.
-        """
-        names = entry["table_names_original"]
-        columns: list[list[str]] = [[] for _ in names]
-        for table, column in entry["column_names_original"]:
-            if table >= 0:
-                columns[table].append(column)
-        own = {i for i, name in enumerate(names) if name.lower().startswith("sqlite_")}
-
-        def full(index: int) -> str:
-            table, column = entry["column_names_original"][index]
-            return f"{names[table]}.{column}"
-
-        return cls(
-            db_id=entry["db_id"],
-            tables=tuple((name, tuple(columns[i])) for i, name in enumerate(names) if i not in own),
-            foreign_keys=tuple((full(a), full(b)) for a, b in entry["foreign_keys"]),
-        )
-
-    def listing(self) -> str:
-        """The schema as text, a table a line, then the foreign keys."""
-        lines = [f"{name}({', '.join(columns)})" for name, columns in self.tables]
-        if self.foreign_keys:
-            lines.append("Foreign keys: " + ", ".join(f"{a} = {b}" for a, b in self.foreign_keys))
-        return "\n".join(lines)
-
-
-# The worked example is a database of its own, so it helps no question of any split more than another.
-EXAMPLE_SCHEMA = Schema(
-    db_id="bakery",
-    tables=(
-        ("baker", ("baker_id", "name", "town")),
-        ("cake", ("cake_id", "baker_id", "flavour", "price")),
-    ),
-    foreign_keys=(("cake.baker_id", "baker.baker_id"),),
-)
-EXAMPLE_QUESTION = "List the names of bakers from York with the number of cakes each one makes."
-EXAMPLE_SQL = (
-    "SELECT T1.name, count(*) FROM baker AS T1 JOIN cake AS T2 ON T1.baker_id = T2.baker_id "
-    "WHERE T1.town = 'York' GROUP BY T1.baker_id"
-)
-
-
-def _shot(schema: Schema, question: str) -> str:
-    return f"Tables:\n{schema.listing()}\nQuestion: {question}\nSQL:"
-
-
-def build_messages(schema: Schema, question: str) -> list[dict[str, str]]:
-    """The one-shot prompt as chat turns (for models with a chat template): example asked, answered, question.
-
-    Small chat models stop after the query in this form; given the same text in one user turn they go on
-    writing further examples.
+    Raises:
+        UserError: a missing or broken file, an entry without its fields, no usable question.
     """
-    return [
-        {"role": "user", "content": f"{INSTRUCTION}\n\n{_shot(EXAMPLE_SCHEMA, EXAMPLE_QUESTION)}"},
-        {"role": "assistant", "content": EXAMPLE_SQL},
-        {"role": "user", "content": _shot(schema, question.strip())},
-    ]
+    folder = folder_of(data_dir, "spider", "spider_data")
+    for name in ("dev.json", "tables.json", "database"):
+        if not (folder / name).exists():
+            raise UserError(
+                f"{folder}: no {name}; Spider's layout is dev.json, tables.json, database/DB/DB.sqlite"
+            )
+    schemas = _schemas(folder / "tables.json")
+    dev = folder / "dev.json"
+    entries = read_json(dev)
+    if not isinstance(entries, list):
+        raise UserError(f"{dev}: must be a list of questions")
+    items: list[SpiderItem] = []
+    skipped: Counter[str] = Counter()
+    usable: dict[str, bool] = {}
+    for index, entry in enumerate(entries):
+        where = f"{dev}: entry {index}"
+        if not isinstance(entry, dict):
+            raise UserError(f"{where}: must be an object")
+        db_id = text_of(entry, "db_id", where)
+        database = folder / "database" / db_id / f"{db_id}.sqlite"
+        if db_id not in usable:
+            usable[db_id] = _usable(database)
+        if not usable[db_id]:
+            skipped[f"database {db_id} is not there"] += 1
+            continue
+        if db_id not in schemas:
+            raise UserError(f"{where}: db_id {db_id!r} is not in {folder / 'tables.json'}")
+        items.append(
+            SpiderItem(
+                id=f"{index:04d}-{db_id}",
+                schema=schemas[db_id],
+                question=text_of(entry, "question", where),
+                gold=text_of(entry, "query", where),
+                database=database,
+                hardness=entry.get("hardness"),
+            )
+        )
+    if not items:
+        raise UserError(f"{folder}: no question of dev.json has its database in {folder / 'database'}")
+    return Dataset(
+        kind="spider",
+        label=label or f"Spider dev, {len(items)} of {len(entries)} questions",
+        builtin=builtin,
+        source=str(folder),
+        items=tuple(items),
+        total=len(items),
+        skipped=dict(skipped),
+    )
 
 
-def build_prompt(schema: Schema, question: str) -> str:
-    """The same one-shot prompt as plain text (for base models): ends in `SQL:`."""
-    example = f"{_shot(EXAMPLE_SCHEMA, EXAMPLE_QUESTION)} {EXAMPLE_SQL}"
-    return f"{INSTRUCTION}\n\n{example}\n\n{_shot(schema, question.strip())}"
+def _schemas(path: Path) -> dict[str, Schema]:
+    entries = read_json(path)
+    if not isinstance(entries, list):
+        raise UserError(f"{path}: must be a list of schemas")
+    schemas: dict[str, Schema] = {}
+    for index, entry in enumerate(entries):
+        try:
+            schema = Schema.from_official(entry)
+        except (KeyError, IndexError, TypeError, ValueError) as error:
+            raise UserError(f"{path}: entry {index}: not a Spider schema ({_fault(error)})") from None
+        schemas[schema.db_id] = schema
+    return schemas
 
 
-def schemas_by_id(entries: Sequence[Mapping[str, Any]]) -> dict[str, Schema]:
-    """All schemas of a parsed `tables.json`, by `db_id`."""
-    return {entry["db_id"]: Schema.from_official(entry) for entry in entries}
+def _fault(error: Exception) -> str:
+    return f"no {error}" if isinstance(error, KeyError) else str(error)
+
+
+def _usable(database: Path) -> bool:
+    """Whether the database file is there; a file that is no database is an error."""
+    try:
+        with database.open("rb") as stream:
+            head: Any = stream.read(len(_SQLITE))
+    except FileNotFoundError:
+        return False
+    except OSError as error:
+        raise UserError(f"{database}: cannot be read ({error.strerror})") from None
+    if head != _SQLITE:
+        raise UserError(f"{database}: not an SQLite database (a Git LFS pointer, or a broken download?)")
+    return True

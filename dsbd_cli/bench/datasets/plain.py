@@ -1,0 +1,56 @@
+"""A user's own JSONL file: `prompt` (a text, or chat messages), optional `references` and `id`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from dsbd_cli.bench.datasets.files import read_jsonl, unique
+from dsbd_cli.bench.datasets.records import Dataset, PlainItem
+from dsbd_cli.errors import UserError
+
+
+def load(path: Path) -> Dataset:
+    """All lines of the file.
+
+    Raises:
+        UserError: a broken line, an unknown key, a prompt or references of the wrong form.
+    """
+    items = []
+    for number, record in read_jsonl(path):
+        where = f"{path}: line {number}"
+        unknown = sorted(set(record) - {"id", "prompt", "references"})
+        if unknown:
+            raise UserError(f"{where}: unknown key {unknown[0]!r} (known: id, prompt, references)")
+        if "prompt" not in record:
+            raise UserError(f"{where}: no 'prompt'")
+        name = str(record.get("id", f"line-{number}"))
+        items.append(
+            PlainItem(name, _prompt(record["prompt"], where), _texts(record.get("references"), where))
+        )
+    if not items:
+        raise UserError(f"{path}: no prompts")
+    unique([item.id for item in items], path)
+    return Dataset("jsonl", f"{path.name}, {len(items)} prompts", False, str(path), tuple(items), len(items))
+
+
+def _prompt(value: Any, where: str) -> Any:
+    if isinstance(value, str) and value.strip():
+        return value
+    if isinstance(value, list) and value:
+        good = all(
+            isinstance(m, dict) and isinstance(m.get("role"), str) and isinstance(m.get("content"), str)
+            for m in value
+        )
+        if good:
+            return tuple({"role": m["role"], "content": m["content"]} for m in value)
+    raise UserError(f"{where}: 'prompt' must be a text, or a list of messages {{role, content}}")
+
+
+def _texts(value: Any, where: str) -> tuple[str, ...]:
+    if value is None:
+        return ()
+    texts = [value] if isinstance(value, str) else value
+    if not isinstance(texts, list) or not texts or not all(isinstance(text, str) for text in texts):
+        raise UserError(f"{where}: 'references' must be a text or a list of texts, or be left out")
+    return tuple(texts)

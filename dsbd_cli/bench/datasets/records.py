@@ -1,0 +1,169 @@
+"""What a benchmark asks: typed items that know their own prompt, and the data set that holds them."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar, Protocol
+
+from dsbd_cli.bench.datasets import spider_prompt, squad_prompt
+from dsbd_cli.bench.datasets.spider_prompt import Schema
+
+Message = dict[str, str]
+
+
+class Item(Protocol):
+    """One thing to answer, in one or more turns; `answers` are the model's answers to the turns before."""
+
+    @property
+    def id(self) -> str: ...
+
+    @property
+    def turns(self) -> int: ...
+
+    def messages(self, answers: Sequence[str]) -> list[Message]:
+        """The next prompt as chat messages."""
+        ...
+
+    def text(self, answers: Sequence[str]) -> str:
+        """The next prompt as plain text, for models without a chat template."""
+        ...
+
+
+@dataclass(frozen=True)
+class SpiderItem:
+    """A question on a database, with its gold query."""
+
+    id: str
+    schema: Schema
+    question: str
+    gold: str
+    database: Path
+    hardness: str | None = None
+    turns: int = 1
+
+    def messages(self, answers: Sequence[str]) -> list[Message]:
+        return spider_prompt.build_messages(self.schema, self.question)
+
+    def text(self, answers: Sequence[str]) -> str:
+        return spider_prompt.build_prompt(self.schema, self.question)
+
+
+@dataclass(frozen=True)
+class SquadItem:
+    """A question on a paragraph, with its reference answers (at least one)."""
+
+    id: str
+    context: str
+    question: str
+    references: tuple[str, ...]
+    turns: int = 1
+
+    def messages(self, answers: Sequence[str]) -> list[Message]:
+        return squad_prompt.build_messages(self.context, self.question)
+
+    def text(self, answers: Sequence[str]) -> str:
+        return squad_prompt.build_prompt(self.context, self.question)
+
+
+@dataclass(frozen=True)
+class MtBenchItem:
+    """An open question in two turns; `references` are the judge's, for some categories."""
+
+    id: str
+    category: str
+    questions: tuple[str, ...]
+    references: tuple[str, ...] = ()
+
+    @property
+    def turns(self) -> int:
+        return len(self.questions)
+
+    def messages(self, answers: Sequence[str]) -> list[Message]:
+        turns: list[Message] = []
+        for question, answer in zip(self.questions, answers, strict=False):
+            turns += [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+        return [*turns, {"role": "user", "content": self.questions[len(answers)]}]
+
+    def text(self, answers: Sequence[str]) -> str:
+        heads = {"user": "### Human: ", "assistant": "### Assistant: "}
+        lines = [heads[m["role"]] + m["content"] for m in self.messages(answers)]
+        return "\n".join([*lines, "### Assistant:"])
+
+
+@dataclass(frozen=True)
+class PlainItem:
+    """A prompt of the user's own file, with reference answers if the file has them."""
+
+    id: str
+    prompt: str | tuple[Mapping[str, str], ...]
+    references: tuple[str, ...] = ()
+    turns: int = 1
+
+    def messages(self, answers: Sequence[str]) -> list[Message]:
+        if isinstance(self.prompt, str):
+            return [{"role": "user", "content": self.prompt}]
+        return [dict(message) for message in self.prompt]
+
+    def text(self, answers: Sequence[str]) -> str:
+        if isinstance(self.prompt, str):
+            return self.prompt
+        return "\n".join(message["content"] for message in self.prompt)
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """Checked data, ready to be asked.
+
+    Attributes:
+        kind: `spider`, `squad`, `mt-bench` or `jsonl`: decides the score.
+        label: how outputs name it; says "built-in sample" where it is one.
+        builtin: the small sample of this project, not the benchmark.
+        source: where it was read from.
+        items: in the order they are asked.
+        total: how many usable items the source holds; `items` may be a selection.
+        skipped: why items of the source are not used, and how many.
+        extras: data that belongs to the score (the judge's prompts).
+    """
+
+    kind: str
+    label: str
+    builtin: bool
+    source: str
+    items: tuple[Item, ...]
+    total: int
+    skipped: Mapping[str, int] = field(default_factory=dict)
+    extras: Mapping[str, Any] = field(default_factory=dict)
+
+    # Where an answer of a model without a chat template ends, since it has no turn to end.
+    RAW_STOPS: ClassVar[Mapping[str, tuple[str, ...]]] = {
+        "spider": ("\n\n",),
+        "squad": ("\n",),
+        "mt-bench": ("### Human",),
+        "jsonl": (),
+    }
+
+    @property
+    def raw_stops(self) -> tuple[str, ...]:
+        """Stop strings used when prompts are plain text."""
+        return self.RAW_STOPS[self.kind]
+
+    def digest(self) -> str:
+        """sha256 over what is asked and what is scored against; does not depend on folders or selection."""
+        lines = []
+        for item in self.items:
+            record = dataclasses.asdict(item)  # type: ignore[call-overload]
+            record.pop("database", None)
+            lines.append(f"{item.id} {record!r}")
+        return hashlib.sha256("\n".join(sorted(lines)).encode()).hexdigest()
+
+    def select(self, limit: int | None) -> Dataset:
+        """The first `limit` items in an order fixed by their ids: a larger limit holds the smaller one.
+
+        The order mixes articles and databases, which official files keep together.
+        """
+        ordered = sorted(self.items, key=lambda item: hashlib.sha256(item.id.encode()).digest())
+        return dataclasses.replace(self, items=tuple(ordered[:limit]))
