@@ -1,0 +1,49 @@
+"""What a terminal can show: whether panels can be drawn at all, in Unicode or in ASCII."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Any, TextIO
+
+_TOO_SMALL = (20, 6)
+
+
+def panel_stream() -> TextIO | None:
+    """Where panels can be drawn: stderr, else stdout; None where neither is a terminal that can."""
+    if os.environ.get("TERM", "").lower() in ("", "dumb", "unknown") and os.name != "nt":
+        return None
+    for stream in (sys.stderr, sys.stdout):
+        if is_terminal(stream) and _large_enough(stream):
+            return stream
+    return None
+
+
+def is_terminal(stream: Any) -> bool:
+    """Whether a stream is a terminal; False for one that is closed or missing."""
+    try:
+        return bool(stream.isatty())
+    except (AttributeError, ValueError):
+        return False
+
+
+def _large_enough(stream: TextIO) -> bool:
+    try:
+        columns, rows = os.get_terminal_size(stream.fileno())
+    except (OSError, ValueError):
+        return False
+    # A terminal that does not tell its size says 0 x 0.
+    return columns >= _TOO_SMALL[0] and rows >= _TOO_SMALL[1]
+
+
+def unicode_terminal(encoding: str | None) -> bool:
+    """Whether block characters can be expected to show.
+
+    Args:
+        encoding: of the stream. Python says utf-8 in the C locale too, so the locale's own name is
+            looked at as well; where none is set at all, the stream is believed.
+    """
+    if encoding is None or not encoding.lower().replace("-", "").startswith("utf8"):
+        return False
+    named = next((os.environ[key] for key in ("LC_ALL", "LC_CTYPE", "LANG") if os.environ.get(key)), "")
+    return not named or "utf" in named.lower()

@@ -1,0 +1,66 @@
+"""`dsbd generate` at a terminal: live panels while decoding, the plain answer when done."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from dsbd_cli.decoding.events import Event, Finished
+from dsbd_cli.result import Result
+from dsbd_cli.ui.look import panel_stream, unicode_terminal
+from dsbd_cli.ui.monitor import Monitor
+from dsbd_cli.ui.painter import Painter
+from dsbd_cli.ui.summary import summary
+
+if TYPE_CHECKING:
+    from dsbd_cli.decoder import Decoder
+
+
+def possible() -> bool:
+    """Whether there is a terminal that panels can be drawn on."""
+    return panel_stream() is not None
+
+
+def show(events: Iterable[Event], decoder: Decoder, prompt_text: str) -> Result:
+    """Consume the events under live panels; then print the answer to stdout and a summary to stderr.
+
+    Args:
+        events: `decoder.stream(...)`.
+        decoder: for names, text of beams and KV numbers.
+        prompt_text: shown collapsed in the title.
+
+    Raises:
+        KeyboardInterrupt, or whatever decoding raises: the terminal is given back and the text so
+            far printed first.
+    """
+    from dsbd_cli.cli.output import Out, note
+
+    stream = panel_stream()
+    if stream is None:
+        raise ValueError("no terminal to draw on: ask `possible` first")
+    monitor = Monitor(decoder, prompt_text)
+    painter = Painter(stream, unicode_terminal(getattr(stream, "encoding", None)))
+    result = None
+    try:
+        result = _draw(events, monitor, painter)
+    finally:
+        painter.close()
+        for line in monitor.notes:
+            note(line)
+        if result is None and monitor.tokens:
+            # Ctrl-C, or a run that broke: what there is of an answer stays.
+            Out().write(monitor.confirmed + monitor.contested() + "\n")
+            note(f"stopped after {monitor.tokens} tokens")
+    Out().write(result.text + "\n")
+    note(summary(result))
+    return result
+
+
+def _draw(events: Iterable[Event], monitor: Monitor, painter: Painter) -> Result:
+    for event in events:
+        if isinstance(event, Finished):
+            return event.result
+        monitor.see(event)
+        if painter.ready:
+            painter.offer(monitor.snapshot().to_json())
+    raise AssertionError("a stream ends with Finished")
