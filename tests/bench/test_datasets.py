@@ -1,0 +1,210 @@
+"""Official layouts are read, and every fault of a file is one line that says where."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from dsbd_cli.bench.datasets import load_dataset, mt_bench, plain, spider, spider_prompt, squad
+from dsbd_cli.errors import UserError
+
+
+@pytest.mark.parametrize(("kind", "count"), [("spider", 65), ("squad", 40), ("mt-bench", 8)])
+def test_the_sample_says_what_it_is(kind, count, tmp_path):
+    dataset = load_dataset(kind, None, tmp_path)
+    assert dataset.builtin
+    assert "built-in sample" in dataset.label
+    assert len(dataset.items) == dataset.total == count
+    assert len({item.id for item in dataset.items}) == count
+
+
+def test_official_data(shared_data, tmp_path):
+    dataset = load_dataset("spider", shared_data, tmp_path)
+    assert (len(dataset.items), dataset.skipped) == (972, {"database wta_1 is not there": 62})
+    assert not dataset.builtin
+    assert len(load_dataset("squad", shared_data, tmp_path).items) == 3319
+    bench = load_dataset("mt-bench", shared_data, tmp_path)
+    assert len(bench.items) == 80
+    assert sum(bool(item.references) for item in bench.items) == 30
+    assert set(bench.extras["judge_prompts"]) == set(mt_bench.PROMPTS.values())
+
+
+def test_a_larger_limit_holds_the_smaller_one(tmp_path):
+    dataset = load_dataset("spider", None, tmp_path)
+    few, more = dataset.select(10), dataset.select(30)
+    assert more.items[:10] == few.items
+    assert len({item.schema.db_id for item in few.items}) > 2
+    assert few.total == 65
+    assert dataset.select(None).digest() == dataset.digest() != few.digest()
+
+
+def test_prompts_are_one_shot(tmp_path):
+    item = load_dataset("spider", None, tmp_path).items[0]
+    roles = [message["role"] for message in item.messages([])]
+    assert roles == ["user", "assistant", "user"]
+    assert item.messages([])[1]["content"] == spider_prompt.EXAMPLE_SQL
+    text = item.text([])
+    assert text.count("Question:") == 2
+    assert text.endswith("SQL:")
+    for name, columns in item.schema.tables:
+        assert f"{name}({', '.join(columns)})" in text
+    assert "loan.book_id = book.book_id" in text
+    assert item.gold not in text
+    question = load_dataset("squad", None, tmp_path).items[0]
+    assert question.text([]).endswith("Answer:")
+    assert question.text([]).index(question.context) < question.text([]).rindex("Question:")
+
+
+def test_the_worked_example_runs():
+    import sqlite3
+
+    connection = sqlite3.connect(":memory:")
+    for name, columns in spider_prompt.EXAMPLE_SCHEMA.tables:
+        connection.execute(f"CREATE TABLE {name} ({', '.join(columns)})")
+    connection.execute(spider_prompt.EXAMPLE_SQL)
+
+
+def test_second_turns_hold_the_first(tmp_path):
+    item = load_dataset("mt-bench", None, tmp_path).items[0]
+    assert item.turns == 2
+    second = item.messages(["my answer"])
+    assert [message["role"] for message in second] == ["user", "assistant", "user"]
+    assert second[1]["content"] == "my answer"
+    assert "my answer" in item.text(["my answer"])
+
+
+def write(path, value):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(value if isinstance(value, str) else json.dumps(value), encoding="utf-8")
+    return path
+
+
+def test_the_samples_tables_json_is_what_the_databases_hold(sample_spider):
+    import sqlite3
+
+    for db_id, schema in spider.schemas_by_id(
+        json.loads((sample_spider / "tables.json").read_text())
+    ).items():
+        connection = sqlite3.connect(sample_spider / "database" / db_id / f"{db_id}.sqlite")
+        for name, columns in schema.tables:
+            assert columns == tuple(row[1] for row in connection.execute(f"pragma table_info({name})"))
+
+
+@pytest.fixture
+def spider_copy(sample_spider, tmp_path):
+    import shutil
+
+    return shutil.copytree(sample_spider, tmp_path / "spider")
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        ("dev.json", "{not json", "dev.json: line 1"),
+        ("dev.json", "{}", "must be a list"),
+        ("dev.json", '[{"db_id": "library", "question": "q"}]', "entry 0: 'query'"),
+        ("dev.json", '[{"db_id": "library", "question": " ", "query": "x"}]', "entry 0: 'question'"),
+        ("dev.json", '[{"db_id": "gone", "question": "q", "query": "x"}]', "no question"),
+        ("tables.json", "[{}]", "tables.json: entry 0"),
+        ("tables.json", "[]", "not in"),
+        ("dev.json", "version https://git-lfs.github.com/spec/v1\n", "LFS pointer"),
+        ("database/library/library.sqlite", "version https://git-lfs", "not an SQLite database"),
+    ],
+)
+def test_faults_of_spider_files(spider_copy, name, content, words):
+    write(spider_copy / name, content)
+    with pytest.raises(UserError, match=words):
+        spider.load(spider_copy)
+
+
+def test_a_missing_database_is_counted_and_named(spider_copy):
+    (spider_copy / "database" / "farm" / "farm.sqlite").unlink()
+    dataset = spider.load(spider_copy)
+    assert dataset.skipped == {"database farm is not there": 13}
+    assert len(dataset.items) == 52
+
+
+V2 = {"data": [{"title": "t", "paragraphs": [{"context": "c d", "qas": [
+    {"id": "1", "question": "q?", "answers": [{"text": "c", "answer_start": 0}, {"text": "c", "answer_start": 0}]},
+    {"id": "2", "question": "q?", "answers": [], "is_impossible": True},
+    {"id": "3", "question": "q?", "answers": []},
+]}]}]}  # fmt: skip
+
+
+def test_squad_questions_without_references_are_counted_not_scored(tmp_path):
+    write(tmp_path / "dev-v2.0.json", V2)
+    dataset = squad.load(tmp_path)
+    assert [item.references for item in dataset.items] == [("c",)]
+    assert dataset.skipped == {"unanswerable (v2.0)": 1, "no reference answers": 1}
+
+
+def test_squad_lines(tmp_path):
+    line = {"id": "a", "title": "t", "context": "c", "question": "q", "answers": {"text": ["x", "y"]}}
+    write(tmp_path / "dev.jsonl", json.dumps(line) + "\n\n" + json.dumps(line | {"id": "b"}) + "\n")
+    assert [item.references for item in squad.load(tmp_path).items] == [("x", "y")] * 2
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ('{"id": "a"}', "line 1: 'context'"),
+        ('{"id": "a", "context": "c", "question": "q", "answers": {"text": "x"}}', "'answers'"),
+        ("[]", "must be an object"),
+        ("{oops", "line 1: not JSON"),
+        ("", "no question"),
+        (
+            "\n".join(['{"id": "a", "context": "c", "question": "q", "answers": {"text": ["x"]}}'] * 2),
+            "twice",
+        ),
+    ],
+)
+def test_faults_of_squad_files(tmp_path, content, words):
+    write(tmp_path / "dev.jsonl", content)
+    with pytest.raises(UserError, match=words):
+        squad.load(tmp_path)
+
+
+def test_a_folder_without_the_files_is_named(tmp_path):
+    for kind in ("spider", "squad", "mt-bench"):
+        with pytest.raises(UserError, match=str(tmp_path)):
+            load_dataset(kind, tmp_path, tmp_path)
+    with pytest.raises(UserError, match="no such folder"):
+        load_dataset("squad", tmp_path / "gone", tmp_path)
+
+
+def test_a_file_of_prompts(tmp_path):
+    path = write(
+        tmp_path / "mine.jsonl",
+        '{"prompt": "hi"}\n{"prompt": [{"role": "user", "content": "x"}], "references": "y", "id": "z"}\n',
+    )
+    first, second = load_dataset(str(path), None, tmp_path).items
+    assert (first.id, first.messages([]), first.references) == (
+        "line-1",
+        [{"role": "user", "content": "hi"}],
+        (),
+    )
+    assert (second.id, second.text([]), second.references) == ("z", "x", ("y",))
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ('{"prompt": ""}', "'prompt' must be"),
+        ('{"prompt": 3}', "'prompt' must be"),
+        ('{"prompt": [{"role": "user"}]}', "'prompt' must be"),
+        ('{"text": "x"}', "unknown key 'text'"),
+        ("{}", "no 'prompt'"),
+        ('{"prompt": "x", "references": []}', "'references'"),
+        ('{"prompt": "x", "id": "a"}\n{"prompt": "y", "id": "a"}', "twice"),
+        ("", "no prompts"),
+    ],
+)
+def test_faults_of_a_file_of_prompts(tmp_path, content, words):
+    with pytest.raises(UserError, match=words):
+        plain.load(write(tmp_path / "mine.jsonl", content))
+
+
+def test_an_unknown_data_set_is_refused_with_the_near_one(tmp_path):
+    with pytest.raises(UserError, match="did you mean spider"):
+        load_dataset("spidr", None, tmp_path)
