@@ -1,0 +1,157 @@
+"""MT-Bench: an OpenAI-compatible judge rates each turn from 1 to 10; what cannot be read is null, never a number.
+
+Templates and rating form follow Zheng et al., 2023 (FastChat, llm_judge). The last well-formed `[[n]]` counts:
+judges quote the rubric, and the answer under test, before their verdict. `[[` in the answer under test is
+broken up before it is shown, so that a rating planted there cannot be quoted back.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from dsbd_cli.bench.datasets.mt_bench import PROMPTS
+from dsbd_cli.bench.datasets.records import MtBenchItem
+from dsbd_cli.errors import UserError
+
+KEY_VARIABLES = ("DSBD_JUDGE_API_KEY", "OPENAI_API_KEY")
+_RATING = re.compile(r"\[\[\s*(\d+(?:\.\d+)?)\s*\]\]")
+_SLOT = re.compile(r"\{(\w+)\}")
+
+
+@dataclass(frozen=True)
+class Rating:
+    """What the judge said of one turn: `value` in 1..10, or None and the reason; the raw `reply` is kept."""
+
+    value: float | None
+    reason: str | None
+    reply: str
+    template: str
+
+
+def read_rating(reply: str) -> float | None:
+    """The last well-formed rating between 1 and 10, or None."""
+    values = [float(number) for number in _RATING.findall(reply)]
+    good = [value for value in values if 1 <= value <= 10]
+    return good[-1] if good else None
+
+
+def defuse(answer: str) -> str:
+    """The answer under test with `[[` broken up: it can then not hold a rating."""
+    return re.sub(r"\[(?=\[)", "[ ", answer)
+
+
+def judge_messages(
+    item: MtBenchItem, answers: Sequence[str], turn: int, prompts: Mapping[str, Mapping[str, str]]
+) -> tuple[str, list[dict[str, str]]]:
+    """(template name, chat messages) that ask for a rating of turn `turn` (0-based)."""
+    references = item.references if len(item.references) > turn else ()
+    name = PROMPTS[bool(references), turn > 0]
+    slots = {"question": item.questions[turn], "answer": defuse(answers[turn])}
+    for number in range(turn + 1):
+        slots[f"question_{number + 1}"] = item.questions[number]
+        slots[f"answer_{number + 1}"] = defuse(answers[number])
+        if references:
+            slots[f"ref_answer_{number + 1}"] = references[number]
+    template = prompts[name]
+
+    def fill(match: re.Match[str]) -> str:
+        return slots.get(match.group(1), match.group(0))
+
+    messages = [{"role": "user", "content": _SLOT.sub(fill, template["template"])}]
+    if template["system"].strip():
+        messages.insert(0, {"role": "system", "content": template["system"]})
+    return name, messages
+
+
+@dataclass
+class Judge:
+    """A judge behind an OpenAI-compatible endpoint; greedy by default.
+
+    Attributes:
+        url, model: endpoint (`.../v1`) and model name.
+        prompts: templates by name, `{system, template}` each.
+        timeout_s: of one request. retries: of a request that failed by network or server fault.
+    """
+
+    url: str
+    model: str
+    prompts: Mapping[str, Mapping[str, str]]
+    temperature: float = 0.0
+    max_tokens: int = 1024
+    timeout_s: float = 120.0
+    retries: int = 2
+    _client: Any = field(default=None, repr=False)
+
+    def settings(self) -> dict[str, Any]:
+        """What decides a rating, for the result files (the key is no part of it)."""
+        return {
+            "url": self.url,
+            "model": self.model,
+            "temperature": self.temperature,
+            "max_tokens": self.max_tokens,
+        }
+
+    @property
+    def client(self) -> Any:
+        if self._client is None:
+            try:
+                import openai
+            except ImportError:
+                raise UserError("the judge needs the openai package: pip install 'dsbd-cli[bench]'") from None
+            key = next((os.environ[name] for name in KEY_VARIABLES if os.environ.get(name)), "none")
+            self._client = openai.OpenAI(
+                base_url=self.url, api_key=key, timeout=self.timeout_s, max_retries=self.retries
+            )
+        return self._client
+
+    def check(self) -> None:
+        """Fail before hours of decoding if nobody answers there.
+
+        Raises:
+            UserError: no connection, or the key is refused.
+        """
+        client = self.client
+        import openai
+
+        try:
+            client.with_options(timeout=min(self.timeout_s, 10.0), max_retries=0).models.list()
+        except (openai.AuthenticationError, openai.PermissionDeniedError):
+            names = " or ".join(KEY_VARIABLES)
+            raise UserError(f"the judge at {self.url} refuses the key: set {names}") from None
+        except openai.APIStatusError:
+            return  # it answers; not every server lists its models
+        except openai.APIConnectionError as error:
+            cause = error.__cause__ or error
+            raise UserError(f"no judge answers at {self.url} ({cause})") from None
+
+    def rate(self, item: MtBenchItem, answers: Sequence[str], turn: int) -> Rating:
+        """One rating; a refused, slow, cut or unreadable reply gives None and the reason."""
+        client = self.client
+        import openai
+
+        name, messages = judge_messages(item, answers, turn, self.prompts)
+        try:
+            response = client.chat.completions.create(
+                model=self.model,
+                messages=messages,
+                temperature=self.temperature,
+                max_tokens=self.max_tokens,
+            )
+            choice = response.choices[0]
+            reply, ended = choice.message.content or "", choice.finish_reason
+        except openai.APITimeoutError:
+            return Rating(None, f"no reply within {self.timeout_s:g} s", "", name)
+        except openai.APIStatusError as error:
+            return Rating(None, f"refused ({error.status_code})", str(error.message), name)
+        except openai.OpenAIError as error:
+            return Rating(None, f"request failed ({type(error).__name__})", str(error), name)
+        except (AttributeError, IndexError, TypeError, ValueError) as error:
+            return Rating(None, f"not a chat completion ({type(error).__name__})", "", name)
+        if ended == "length":
+            return Rating(None, "cut by the judge's token limit", reply, name)
+        value = read_rating(reply)
+        return Rating(value, None if value is not None else "no rating in the reply", reply, name)
