@@ -12,6 +12,10 @@ import numpy as np
 from dsbd_cli.decoding.law import residual
 
 
+# Sums of probabilities miss an exact 1 by rounding; a threshold of 1 must still be reachable.
+_ROUNDING = 1e-12
+
+
 class WidthRule(Protocol):
     """Chooses W_L of one layer. `bounds` is (min_width, width)."""
 
@@ -39,16 +43,17 @@ class ThresholdWidth:
     """The paper's dynamic width: the largest width reached with probability at least `threshold`."""
 
     def __init__(self, width: int, min_width: int, threshold: float) -> None:
-        self.width, self.min_width, self.threshold = width, min_width, threshold
+        self.width, self.min_width = width, min_width
+        self._slack = 1 - threshold + _ROUNDING
 
     def for_draws(self, p: np.ndarray, q: np.ndarray, draws: int) -> int:
         # P(W_S, k) for k = 0..W_S: 1 - sum_{k<K} P is the probability of at least K accepts.
         below = np.cumsum(accept_counts(acceptances(p, q, draws)))
-        reach = [k for k in range(1, min(self.width, draws) + 1) if 1 - below[k - 1] >= self.threshold]
+        reach = [k for k in range(1, min(self.width, draws) + 1) if below[k - 1] <= self._slack]
         return max([self.min_width, *reach])
 
     def for_cover(self, inside: float) -> int:
-        reach = [k for k in range(1, self.width + 1) if inside**k >= self.threshold]
+        reach = [k for k in range(1, self.width + 1) if 1 - inside**k <= self._slack]
         return max([self.min_width, *reach])
 
 
