@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -15,6 +17,8 @@ from dsbd_cli.errors import UserError
 if TYPE_CHECKING:
     from dsbd_cli.decoding.events import Event
     from dsbd_cli.result import Result
+
+BATCH = "Many prompts"
 
 
 @decoding_options
@@ -30,69 +34,150 @@ def generate(
     ] = False,
     no_stream: Annotated[bool, typer.Option("--no-stream", help="Print the answer only when done.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No panels, notes or progress.")] = False,
+    trace: Annotated[
+        Path | None, typer.Option("--trace", help="Record every iteration here, for `dsbd trace`.")
+    ] = None,
+    lines: Annotated[
+        bool,
+        typer.Option(
+            "--lines",
+            help="Every line of stdin is a prompt; one line of output each: a JSON string, or with --json the "
+            "whole object.",
+            rich_help_panel=BATCH,
+        ),
+    ] = False,
+    input: Annotated[
+        Path | None,
+        typer.Option(
+            "--input",
+            help="Prompts from a file: .txt (one a line) or .jsonl (objects with prompt or messages).",
+            rich_help_panel=BATCH,
+        ),
+    ] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            "--output",
+            help="JSON Lines of results, in the order of --input; the same command again goes on where "
+            "it stopped. Under torchrun the prompts are shared out.",
+            rich_help_panel=BATCH,
+        ),
+    ] = None,
 ) -> None:
     """Decode a prompt and print the answer.
 
     At a terminal the answer grows in live panels; in a pipe, or with --no-stream or --json, stdout
     holds only the answer.
     """
+    tell: Callable[[str], None] = (lambda line: None) if quiet else note
+    if lines or input is not None or output is not None:
+        from dsbd_cli.cli.batch import many
+
+        refuse = {"a PROMPT": prompt is not None, "--trace": trace is not None, "--show-tokens": show_tokens}
+        many(chosen, lines, input, output, tell, json=json, stats=stats, quiet=quiet, refuse=refuse)
+        return
     text = read_prompt(prompt)
     decoder = chosen.load()
-    tell: Callable[[str], None] = (lambda line: None) if quiet else note
     for line in decoder.pair.notes:
         tell(line)
     settings = decoder.settings
-    live = sys.stdout.isatty() and not (json or no_stream or quiet or settings.num_return > 1)
     events = decoder.stream(text, settings)
-    if live:
-        from dsbd_cli.ui.panels import show
+    with contextlib.ExitStack() as stack:
+        if trace is not None:
+            from dsbd_cli.trace.record import record
 
-        result = show(events, decoder, text)
-    else:
-        stream = not (json or no_stream) and settings.num_return == 1
-        result = plain(events, tell, stream=stream, show_tokens=show_tokens)
-        write_answer(result, json=json, streamed=stream)
+            events = stack.enter_context(record(events, trace, decoder, text))
+        if not (json or no_stream or quiet or settings.num_return > 1 or show_tokens) and at_terminal():
+            from dsbd_cli.ui.panels import show
+
+            result = show(events, decoder, text)
+        else:
+            stream = not (json or no_stream) and settings.num_return == 1
+            result = plain(events, tell, stream=stream, keep=not json, show_tokens=show_tokens)
+            write_answer(result, json=json, streamed=stream)
     if stats:
         print_stats(result)
     if settings.seed is None and not json:
         tell(f"seed {result.seed}")
 
 
+def at_terminal() -> bool:
+    """Whether panels can be drawn and the answer is for a person's eyes."""
+    if not sys.stdout.isatty():
+        return False
+    from dsbd_cli.ui.look import panel_stream
+
+    return panel_stream() is not None
+
+
 def read_prompt(prompt: str | None) -> str:
     """The argument, else stdin less one trailing newline; at a terminal with neither: usage.
 
     Raises:
-        UserError: nothing given at a terminal, or stdin that is not UTF-8.
+        UserError: nothing given at a terminal, or text that is not UTF-8.
     """
     if prompt is not None and prompt != "-":
+        if any("\ud800" <= char <= "\udfff" for char in prompt):  # how Python hands on bytes it cannot read
+            raise UserError("the prompt is not UTF-8 text: check the terminal's or the script's encoding")
         return prompt
     if prompt is None and sys.stdin.isatty():
         raise UserError('no prompt: dsbd generate "your prompt", or pipe it in (dsbd generate --help)')
+    return _utf8(sys.stdin.buffer.read(), "stdin").removesuffix("\n").removesuffix("\r")
+
+
+def stdin_lines() -> Iterator[str]:
+    """The lines of stdin as they come, without their ends.
+
+    Raises:
+        UserError: a line that is not UTF-8.
+    """
+    for number, line in enumerate(sys.stdin.buffer, start=1):
+        yield _utf8(line, f"line {number} of stdin").removesuffix("\n").removesuffix("\r")
+
+
+def _utf8(data: bytes, what: str) -> str:
     try:
-        text = sys.stdin.buffer.read().decode("utf-8")
+        return data.decode("utf-8")
     except UnicodeDecodeError as error:
         raise UserError(
-            f"stdin is not UTF-8 text (byte {error.start}): convert it first, e.g. with iconv"
+            f"{what} is not UTF-8 text (byte {error.start}): convert it first, e.g. with iconv"
         ) from None
-    return text.removesuffix("\n").removesuffix("\r")
 
 
 def plain(
-    events: Iterator[Event], tell: Callable[[str], None], *, stream: bool, show_tokens: bool = False
+    events: Iterable[Event],
+    tell: Callable[[str], None],
+    *,
+    stream: bool,
+    keep: bool = False,
+    show_tokens: bool = False,
 ) -> Result:
-    """Consume the events without panels: confirmed text to stdout if `stream`, notices to `tell`."""
+    """Consume the events without panels: confirmed text to stdout if `stream`, notices to `tell`.
+
+    A run that is cut short ends its line; what it had confirmed is printed then, if not before
+    (`keep`).
+    """
     from dsbd_cli.decoding.events import Finished, Notice, Prefilled, Text
 
-    out = Out()
-    for event in events:
-        if isinstance(event, Notice):
-            tell(event.text)
-        elif isinstance(event, Prefilled) and show_tokens:
-            note("prompt tokens: " + " ".join(map(str, event.prompt_ids)))
-        elif isinstance(event, Text) and stream:
-            out.write(event.new)
-        elif isinstance(event, Finished):
-            return event.result
+    out, confirmed = Out(), ""
+    try:
+        for event in events:
+            if isinstance(event, Notice):
+                tell(event.text)
+            elif isinstance(event, Prefilled) and show_tokens:
+                note("prompt tokens: " + " ".join(map(str, event.prompt_ids)))
+            elif isinstance(event, Text):
+                confirmed += event.new
+                if stream:
+                    out.write(event.new)
+            elif isinstance(event, Finished):
+                return event.result
+    except BrokenPipeError:
+        raise
+    except BaseException:
+        if confirmed and (stream or keep):
+            out.write("\n" if stream else confirmed + "\n")
+        raise
     raise AssertionError("a stream ends with Finished")
 
 

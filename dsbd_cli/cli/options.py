@@ -135,9 +135,11 @@ class Chosen:
                 base = base.replace(draft=None)
         return base.replace(**self.spec), settings.merged(self.settings)
 
-    def load(self) -> Decoder:
-        """The decoder with these settings; loads the pair."""
+    def load(self, **spec_fields: Any) -> Decoder:
+        """The decoder with these settings; loads the pair, with `spec_fields` where they are still `auto`."""
         spec, settings = self.resolve()
+        free = {name: value for name, value in spec_fields.items() if getattr(spec, name) == "auto"}
+        spec = spec.replace(**free)
         from dsbd_cli.decoder import Decoder
         from dsbd_cli.decoding.methods import DRAFTING
         from dsbd_cli.loading import load_pair

@@ -1,0 +1,115 @@
+"""Prompts of a batch, from a text file (one a line) or JSON Lines, and the seed of each."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dsbd_cli.errors import UserError
+from dsbd_cli.prompts import Prompt
+from dsbd_cli.settings import FIELDS
+
+
+@dataclass(frozen=True)
+class Item:
+    """One prompt. `index` counts from 0 in the order of the input; `id` is the user's own name for it."""
+
+    index: int
+    prompt: Prompt
+    id: str | int | None = None
+
+
+def item_seed(seed: int, index: int) -> int:
+    """The seed of prompt `index` in a run of seed `seed`: 53 bits of numpy's `SeedSequence([seed, index])`.
+
+    Prompts of one batch get independent randomness, and a prompt's answer depends neither on what
+    was decoded before it nor on who decodes it. 53 bits, so that every JSON reader keeps it exact.
+    """
+    state = np.random.SeedSequence([seed, index]).generate_state(1, np.uint64)
+    return int(state[0]) >> 11
+
+
+def read_items(path: Path) -> tuple[list[Item], str]:
+    """The prompts of a file and the SHA-256 of its bytes.
+
+    `.txt`: line i is prompt i, an empty line an empty prompt. `.jsonl`: a line is an object with
+    `prompt` (a text) or `messages` (a list of {role, content}) and, if wanted, an `id`; or simply a
+    JSON string. Other keys are left alone; blank lines are skipped.
+
+    Raises:
+        UserError: no such file, not UTF-8, another suffix, or a line that is no prompt.
+    """
+    try:
+        data = path.read_bytes()
+    except FileNotFoundError:
+        raise UserError(f"--input {path}: no such file") from None
+    except IsADirectoryError:
+        raise UserError(f"--input {path} is a folder, not a file") from None
+    except OSError as error:
+        raise UserError(f"--input {path} cannot be read: {error.strerror}") from None
+    try:
+        lines = data.decode("utf-8-sig").split("\n")
+    except UnicodeDecodeError as error:
+        line = data[: error.start].count(b"\n") + 1
+        raise UserError(
+            f"--input {path} line {line}: not UTF-8 text; convert it first, e.g. with iconv"
+        ) from None
+    if lines[-1] == "":
+        lines.pop()
+    lines = [line.removesuffix("\r") for line in lines]
+    if path.suffix == ".txt":
+        items = [Item(index, line) for index, line in enumerate(lines)]
+    elif path.suffix in (".jsonl", ".ndjson"):
+        items = []
+        for number, line in enumerate(lines, start=1):
+            if line.strip():
+                items.append(_parse(line, len(items), f"--input {path} line {number}"))
+    else:
+        raise UserError(f"--input {path}: the name must end in .txt (a prompt a line) or .jsonl")
+    if not items:
+        raise UserError(f"--input {path} holds no prompt")
+    return items, hashlib.sha256(data).hexdigest()
+
+
+def _parse(line: str, index: int, where: str) -> Item:
+    try:
+        entry = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{where}: not JSON ({error})") from None
+    if isinstance(entry, str):
+        return Item(index, entry)
+    if not isinstance(entry, Mapping):
+        raise UserError(f"{where}: must be an object with prompt or messages, or a text")
+    known = [name for name in entry if name in FIELDS]
+    if known:
+        raise UserError(f"{where}: {known[0]} is a setting of the whole run: give it on the command line")
+    if ("prompt" in entry) == ("messages" in entry):
+        raise UserError(f"{where}: must have either prompt or messages")
+    own = entry.get("id")
+    if not (own is None or isinstance(own, (str, int))):
+        raise UserError(f"{where}: id must be a text or a whole number")
+    prompt: Any = entry.get("prompt", entry.get("messages"))
+    if "prompt" in entry and not isinstance(prompt, str):
+        raise UserError(f"{where}: prompt must be a text")
+    if "messages" in entry and not _messages(prompt):
+        raise UserError(f"{where}: messages must be a list of objects with the texts role and content")
+    return Item(index, prompt, own)
+
+
+def _messages(value: Any) -> bool:
+    return (
+        isinstance(value, list)
+        and bool(value)
+        and all(
+            isinstance(turn, dict)
+            and isinstance(turn.get("role"), str)
+            and isinstance(turn.get("content"), str)
+            for turn in value
+        )
+    )

@@ -1,0 +1,199 @@
+"""Decoding the prompts of a batch one after the other, and what is written about each."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import secrets
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dsbd_cli.batch.items import Item, item_seed, read_items
+from dsbd_cli.batch.progress import BatchProgress
+from dsbd_cli.batch.shard import Shard
+from dsbd_cli.batch.store import Store
+from dsbd_cli.errors import UserError
+from dsbd_cli.result import Result
+from dsbd_cli.settings import Settings
+from dsbd_cli.version import __version__
+
+if TYPE_CHECKING:
+    from dsbd_cli.cli.options import Chosen
+    from dsbd_cli.decoder import Decoder
+
+# What may differ between two runs of one prompt, as names in a record's `stats`.
+MEASURED = ("prefill_s", "decode_s", "tokens_per_s", "energy_j", "joules_per_token")
+_SAMPLES = 64  # numbers of each weight that go into its fingerprint
+
+Tell = Callable[[str], None]
+
+
+def decode_item(
+    decoder: Decoder, settings: Settings, seed: int, item: Item
+) -> tuple[dict[str, Any], Result | None]:
+    """The record of one prompt: the result's fields, or `error` where the prompt cannot be served.
+
+    Nothing in it depends on the prompts before: keys and values are computed anew, and what the
+    shared buffers hold (`kv_bytes_allocated`) is left out.
+
+    Raises:
+        RunError: the run itself broke, which ends the batch.
+    """
+    from dsbd_cli.decoding.events import Finished, Notice
+
+    head: dict[str, Any] = {"index": item.index} | ({"id": item.id} if item.id is not None else {})
+    own = dataclasses.replace(settings, seed=item_seed(seed, item.index))
+    notes = []
+    try:
+        for event in decoder.stream(item.prompt, own):
+            if isinstance(event, Notice):
+                notes.append(event.text)
+            elif isinstance(event, Finished):
+                event.result.stats.kv_bytes_allocated = None
+                return head | event.result.to_dict() | ({"notes": notes} if notes else {}), event.result
+    except UserError as error:
+        return head | {"error": str(error)}, None
+    raise AssertionError("a stream ends with Finished")
+
+
+def run_file(chosen: Chosen, source: Path, output: Path, tell: Tell, *, bar: bool) -> list[Result]:
+    """Decode every prompt of `source` into `output`; goes on where an earlier run of the same was cut off.
+
+    Args:
+        chosen: models and settings.
+        tell: receives notices. bar: draw progress on stderr.
+
+    Returns:
+        The results decoded by this process, now.
+
+    Raises:
+        UserError: input, output or settings that cannot work; or, once all others are done, prompts
+            that were refused.
+        RunError: the run broke; what was written stays and the same command goes on from there.
+    """
+    if source.absolute() == output.absolute():
+        raise UserError("--input and --output are one file")
+    items, digest = read_items(source)
+    _, settings = chosen.resolve()
+    shard = Shard.from_env()
+    seed_given = settings.seed is not None
+    seed = settings.seed if settings.seed is not None else secrets.randbelow(2**31)
+    facts = {
+        "dsbd": __version__,
+        "seed": seed,
+        "settings": {name: value for name, value in settings.to_dict().items() if name != "seed"},
+        "input": {"sha256": digest, "prompts": len(items)},
+    }
+    store = Store(output, len(items), shard, tell)
+    results: list[Result] = []
+    try:
+        if shard.world == 1 and store.is_finished(facts, seed_given):
+            tell(f"all {len(items)} prompts are done already: {output}")
+            return results
+        device = shard.device()
+        decoder = chosen.load(**({"target_device": device, "draft_device": device} if device else {}))
+        for line in decoder.pair.notes:
+            tell(line)
+        decoder.target.require_tree()
+        facts |= {"models": decoded_by(decoder), "weights": weights(decoder)}
+        seed = store.claim(facts, seed_given)
+        mine = [item for item in items if shard.owns(item.index)]
+        done = store.done
+        if resumed := sum(item.index in done for item in mine):
+            tell(f"{resumed} of {len(mine)} prompts are done already: going on")
+        refused = 0
+        with BatchProgress(len(mine), resumed, tell, bar=bar) as progress:
+            for item in mine:
+                if item.index in done:
+                    if shard.world == 1 and (kept := store.kept(item.index)) and item.index >= store.whole:
+                        store.add_line(kept)
+                    continue
+                record, result = decode_item(decoder, settings, seed, item)
+                store.add(item.index, record)
+                refused += result is None
+                results += [] if result is None else [result]
+                progress.step(result)
+        store.finish()
+        if not seed_given and shard.rank == 0:
+            tell(f"seed {seed}")
+        if refused:
+            raise UserError(f"{refused} of {len(mine)} prompts were refused; the others are done: see `error` "
+                            f"in {output}")  # fmt: skip
+        return results
+    finally:
+        store.close()
+
+
+def decoded_by(decoder: Decoder) -> dict[str, Any]:
+    """Names, dtypes and kinds of device: the same for all ranks of one run."""
+    return {
+        role: None if model is None else f"{model['name']} {model['dtype']} {model['device'].split(':')[0]}"
+        for role, model in decoder.models().items()
+    }
+
+
+def weights(decoder: Decoder) -> dict[str, str | None]:
+    """A fingerprint of both models' weights, so that a draft trained anew under its old name is noticed."""
+    models: dict[str, Any] = {"target": decoder.pair.target, "draft": decoder.pair.draft}
+    return {role: None if loaded is None else _fingerprint(loaded.model) for role, loaded in models.items()}
+
+
+def _fingerprint(model: Any) -> str:
+    """16 hex digits over names, shapes and `_SAMPLES` evenly spaced numbers of every weight."""
+    import torch
+
+    digest = hashlib.sha256()
+    with torch.inference_mode():
+        for name, weight in model.named_parameters():
+            flat = weight.detach().reshape(-1)
+            some = flat[:: max(1, flat.numel() // _SAMPLES)]
+            digest.update(f"{name} {tuple(weight.shape)} {weight.dtype}".encode())
+            digest.update(some.contiguous().view(torch.uint8).cpu().numpy().tobytes())
+    return digest.hexdigest()[:16]
+
+
+def run_lines(
+    decoder: Decoder,
+    settings: Settings,
+    prompts: Iterable[str],
+    write: Callable[[str], None],
+    tell: Tell,
+    *,
+    json: bool,
+) -> list[Result]:
+    """Answer prompts as they come, one output line each, in order.
+
+    Args:
+        write: receives each line as soon as it is complete.
+        json: a whole record a line; else the answer alone as a JSON string (an answer may hold line
+            ends), with several to return a list of them, and null for a prompt that was refused.
+
+    Raises:
+        UserError: after the last line, if any prompt was refused.
+    """
+    import json as encoder
+
+    seed = settings.seed if settings.seed is not None else secrets.randbelow(2**31)
+    results: list[Result] = []
+    refused: list[str] = []
+    total = 0
+    for index, prompt in enumerate(prompts):
+        total = index + 1
+        record, result = decode_item(decoder, settings, seed, Item(index, prompt))
+        if result is None:
+            refused.append(f"line {total}: {record['error']}")
+        else:
+            results.append(result)
+        write(encoder.dumps(record if json else _answer(result), ensure_ascii=False, allow_nan=False) + "\n")
+    if settings.seed is None:
+        tell(f"seed {seed}")
+    if refused:
+        raise UserError(f"{len(refused)} of {total} prompts were refused; {refused[0]}")
+    return results
+
+
+def _answer(result: Result | None) -> str | list[str] | None:
+    if result is None:
+        return None
+    return result.text if result.settings.num_return == 1 else [beam.text for beam in result.beams]

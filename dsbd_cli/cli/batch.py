@@ -1,0 +1,94 @@
+"""The batch forms of `dsbd generate`: --lines, and --input with --output."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from dsbd_cli.cli.options import Chosen
+from dsbd_cli.cli.output import Out
+from dsbd_cli.errors import UserError
+from dsbd_cli.tally import ratio
+
+if TYPE_CHECKING:
+    from dsbd_cli.result import Result
+
+
+def many(
+    chosen: Chosen,
+    lines: bool,
+    source: Path | None,
+    output: Path | None,
+    tell: Callable[[str], None],
+    *,
+    json: bool,
+    stats: bool,
+    quiet: bool,
+    refuse: Mapping[str, bool],
+) -> None:
+    """Answer many prompts with one load of the pair.
+
+    Raises:
+        UserError: options that exclude each other, input that cannot be read, prompts refused.
+    """
+    form = "--lines" if lines else "--input"
+    if lines and (source is not None or output is not None):
+        raise UserError("--lines reads stdin and writes stdout: leave out --input and --output")
+    if not lines and (source is None or output is None):
+        have, lack = ("--output", "--input") if source is None else ("--input", "--output")
+        raise UserError(f"{have} needs {lack} (or use --lines with stdin and stdout)")
+    for name, given in refuse.items():
+        if given:
+            raise UserError(f"{name} has no place beside {form}")
+    results = _from_stdin(chosen, tell, json) if source is None or output is None else _from_file(
+        chosen, source, output, tell, quiet)  # fmt: skip
+    if stats:
+        print_totals(results)
+
+
+def _from_stdin(chosen: Chosen, tell: Callable[[str], None], json: bool) -> list[Result]:
+    from dsbd_cli.batch.run import run_lines
+    from dsbd_cli.batch.shard import Shard
+    from dsbd_cli.cli.generate import stdin_lines
+
+    if Shard.from_env().world > 1:
+        raise UserError("--lines is for one process: under torchrun use --input and --output")
+    decoder = chosen.load()
+    for line in decoder.pair.notes:
+        tell(line)
+    return run_lines(decoder, decoder.settings, stdin_lines(), Out().write, tell, json=json)
+
+
+def _from_file(
+    chosen: Chosen, source: Path, output: Path, tell: Callable[[str], None], quiet: bool
+) -> list[Result]:
+    from dsbd_cli.batch.run import run_file
+    from dsbd_cli.ui.look import panel_stream
+
+    bar = not quiet and panel_stream() is sys.stderr
+    return run_file(chosen, source, output, tell, bar=bar)
+
+
+def print_totals(results: list[Result]) -> None:
+    """Sums and ratios over prompts, on stderr."""
+    stats = [result.stats for result in results]
+    tokens, seconds = sum(one.new_tokens for one in stats), sum(one.decode_s or 0.0 for one in stats)
+    layers, calls = sum(one.layers for one in stats), sum(one.target_calls for one in stats)
+    examined, accepted = sum(one.drafts_examined for one in stats), sum(one.drafts_accepted for one in stats)
+    joules = [one.energy_j for one in stats]
+    energy = None if None in joules else sum(one or 0.0 for one in joules)
+    totals = {
+        "prompts": len(results),
+        "new_tokens": tokens,
+        "decode_s": seconds,
+        "tokens_per_s": ratio(tokens, seconds),
+        "layers_per_target_call": ratio(layers, calls),
+        "acceptance_rate": ratio(accepted, examined),
+        "energy_j": energy if joules else None,
+        "joules_per_token": ratio(energy, tokens) if energy is not None and joules else None,
+    }
+    for name, value in totals.items():
+        shown = "n/a" if value is None else f"{value:.4g}" if isinstance(value, float) else value
+        print(f"{name:24} {shown}", file=sys.stderr)
