@@ -16,7 +16,7 @@ from dsbd_cli.decoding.runner import HfTreeModel
 from dsbd_cli.decoding.tree import Node, Trie, common_ancestor
 from dsbd_cli.energy import EnergyMeter
 from dsbd_cli.errors import UserError
-from dsbd_cli.loading import Pair, PairSpec, load_pair
+from dsbd_cli.loading import LoadedModel, Pair, PairSpec, load_pair
 from dsbd_cli.prompts import Prompt, encode
 from dsbd_cli.result import Beam, Result, Stats
 from dsbd_cli.settings import Settings
@@ -37,12 +37,8 @@ class Decoder:
         self.pair = pair
         self.settings = settings or Settings()
         self.detokenize = Detokenizer(pair.tokenizer)
-        self.target = HfTreeModel(pair.target, vocab_size=pair.vocab_size, role="target")
-        self.draft = (
-            HfTreeModel(pair.draft, vocab_size=pair.vocab_size, role="draft")
-            if pair.draft is not None
-            else None
-        )
+        self.target = _tree_model(pair.target, pair, "target")
+        self.draft = _tree_model(pair.draft, pair, "draft") if pair.draft is not None else None
 
     @classmethod
     def from_preset(cls, preset: str | Path, **spec: Any) -> Decoder:
@@ -84,8 +80,15 @@ class Decoder:
                 return event.result
         raise AssertionError("a stream ends with Finished")
 
-    def stream(self, prompt: Prompt, settings: Settings | None = None) -> Iterator[Event]:
-        """Decode one prompt, yielding events; the last one is `Finished`. Raises like `generate`."""
+    def stream(
+        self, prompt: Prompt, settings: Settings | None = None, *, reuse: bool = False
+    ) -> Iterator[Event]:
+        """Decode one prompt, yielding events; the last one is `Finished`. Raises like `generate`.
+
+        Args:
+            reuse: keep what the last prompt and its answer share with this one (a chat's history) in
+                the caches; off, because then a result does not depend on what was decoded before.
+        """
         settings = settings or self.settings
         ids, notes = encode(prompt, self.pair.tokenizer, settings, self.pair.vocab_size)
         budget, more = self._budget(len(ids), settings.max_new_tokens)
@@ -101,7 +104,7 @@ class Decoder:
                            "decoding without a draft, same law"]  # fmt: skip
         for note in [*notes, *more]:
             yield Notice(note)
-        yield from _Generation(self, settings, draft, ids, budget).events()
+        yield from _Generation(self, settings, draft, ids, budget, reuse).events()
 
     def _budget(self, prompt_tokens: int, wanted: int) -> tuple[int, list[str]]:
         """Tokens that may be generated, and a note if the context limit cut them down."""
@@ -133,12 +136,25 @@ class Decoder:
         }
 
 
+def _tree_model(loaded: LoadedModel, pair: Pair, role: str) -> HfTreeModel:
+    return HfTreeModel(
+        loaded.model, vocab_size=pair.vocab_size, role=role, max_positions=loaded.max_positions
+    )
+
+
 class _Generation:
     """One prompt through one method: owns the clocks, the counts and the confirmed text."""
 
     def __init__(
-        self, decoder: Decoder, settings: Settings, draft: HfTreeModel | None, ids: list[int], budget: int
+        self,
+        decoder: Decoder,
+        settings: Settings,
+        draft: HfTreeModel | None,
+        ids: list[int],
+        budget: int,
+        reuse: bool,
     ) -> None:
+        self.reuse = reuse
         self.decoder, self.settings, self.draft, self.ids, self.budget = decoder, settings, draft, ids, budget
         self.seed = secrets.randbelow(2**31) if settings.seed is None else settings.seed
         self.tally, self.stats = Tally(), Stats(prompt_tokens=len(ids))
@@ -167,9 +183,11 @@ class _Generation:
 
     def _start(self) -> Run:
         target, settings, trie = self.decoder.target, self.settings, self.trie
-        target.prefill(self.ids, trie.root, row_size=rows_needed(settings, len(trie.eos_ids)))
+        target.prefill(
+            self.ids, trie.root, row_size=rows_needed(settings, len(trie.eos_ids)), reuse=self.reuse
+        )
         if self.draft is not None:
-            self.draft.prefill(self.ids, trie.root, row_size=draft_warp(settings).row_size)
+            self.draft.prefill(self.ids, trie.root, row_size=draft_warp(settings).row_size, reuse=self.reuse)
         chances = SeededChance(self.seed, 0), SeededChance(self.seed, 1)
         return start(settings, target, self.draft, trie, *chances)
 
