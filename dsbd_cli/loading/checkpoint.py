@@ -97,9 +97,11 @@ def check_tokenizer(folder: Path, role: str) -> None:
     if not found:
         raise UserError(f"{role} {folder} has no tokenizer (tokenizer.json or tokenizer.model)")
     for path in found:
-        _refuse_pointer(path, role)
-        if path.suffix == ".json":
-            read_json(path, role)
+        size = _refuse_pointer(path, role)
+        # Megabytes that the tokenizer library parses soon after: here only whether they are all there.
+        if path.suffix == ".json" and not _closed(path, size):
+            raise UserError(f"{role} {path} ({size:,} bytes) does not end like JSON: an unfinished download. "
+                            "Fetch it again")  # fmt: skip
     for name in ("tokenizer_config.json", "special_tokens_map.json", "generation_config.json"):
         if (folder / name).is_file():
             read_json(folder / name, role)
@@ -132,6 +134,12 @@ def _refuse_pointer(path: Path, role: str) -> int:
         raise UserError(f"{role} {path} ({size:,} bytes) is a Git LFS pointer, not the file itself: "
                         "run `git lfs pull` in that folder")  # fmt: skip
     return size
+
+
+def _closed(path: Path, size: int) -> bool:
+    with path.open("rb") as file:
+        file.seek(max(0, size - 64))
+        return file.read().rstrip().endswith(b"}")
 
 
 def _head(path: Path, count: int) -> bytes:

@@ -61,6 +61,6 @@ def locate(source: Source, role: str, revision: str | None, cache: Path, progres
         assert source.path is not None
         folder = source.path
     shared = (folder / SHARED_WEIGHTS).is_file()
-    if not shared:
+    if not shared and source.kind == "folder":  # a conversion is whole, or it is not there
         check_folder(folder, role)
     return Place(source, role, str(folder), {"local_files_only": True}, shared, notes)

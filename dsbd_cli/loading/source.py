@@ -90,7 +90,7 @@ def on_disk(source: Source, cache: Path) -> bool:
 
 def _embedded(text: str, role: str) -> Source:
     name = text.removeprefix("embedded:")
-    known = sorted(entry.name for entry in ASSETS.iterdir() if entry.is_dir()) if ASSETS.is_dir() else []
+    known = sorted(weights.parent.name for weights in ASSETS.glob(f"*/{SHARED_WEIGHTS}"))
     if name not in known:
         raise UserError(f"{role} {text}: this package ships no such draft{near(name, known)}")
     return Source(text, "embedded", ASSETS / name)

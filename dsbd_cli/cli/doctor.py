@@ -1,0 +1,162 @@
+"""`dsbd doctor`: what this machine offers. Reports what is missing; never fails because of it."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json as encoder
+import platform
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from dsbd_cli.errors import DsbdError
+from dsbd_cli.version import __version__
+
+_PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "gguf", "accelerate", "nvidia-ml-py",
+             "bitsandbytes", "matplotlib")  # fmt: skip
+
+
+def doctor(
+    json: Annotated[bool, typer.Option("--json", help="One JSON object instead of lines.")] = False,
+) -> None:
+    """Say what dsbd sees: python, libraries, devices, energy counters, cache, and presets on disk."""
+    report = examine()
+    if json:
+        sys.stdout.write(encoder.dumps(report, ensure_ascii=False) + "\n")
+        return
+    for name, value in report.items():
+        if isinstance(value, dict):
+            value = [f"{key}: {inner}" for key, inner in value.items()]
+        lines = value if isinstance(value, list) else [value]
+        for place, line in enumerate(lines or ["none"]):
+            sys.stdout.write(f"{name if place == 0 else '':<10} {line}\n")
+
+
+def examine() -> dict[str, Any]:
+    """The report; a part that cannot be looked at says why instead."""
+    parts: dict[str, Callable[[], Any]] = {
+        "dsbd": lambda: __version__,
+        "python": lambda: f"{platform.python_version()} ({sys.executable}), {platform.platform()}",
+        "packages": _packages,
+        "devices": _devices,
+        "energy": _energy,
+        "hub": _hub,
+        "cache": _cache,
+        "presets": _presets,
+    }
+    report = {}
+    for name, look in parts.items():
+        try:
+            report[name] = look()
+        except Exception as error:  # a doctor that falls ill helps nobody
+            report[name] = f"cannot be examined ({type(error).__name__}: {' '.join(str(error).split())})"
+    return report
+
+
+def _packages() -> dict[str, str]:
+    found = {}
+    for name in _PACKAGES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            found[name] = "not installed"
+    return found
+
+
+def _devices() -> list[str]:
+    import torch
+
+    lines = [f"cpu: {torch.get_num_threads()} threads, dtype auto is float32"]
+    from dsbd_cli.loading.hardware import pick_dtype
+
+    for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
+        about = torch.cuda.get_device_properties(index)
+        dtype = str(pick_dtype("auto", torch.device("cuda", index))).removeprefix("torch.")
+        lines.append(
+            f"cuda:{index}: {about.name}, {about.total_memory / 2**30:.0f} GiB, dtype auto is {dtype}"
+        )
+    if torch.backends.mps.is_available():
+        lines.append("mps: Apple GPU")
+    return lines
+
+
+def _energy() -> list[str] | str:
+    """NVML's cards and whether they count energy; a card that does not is said, not guessed."""
+    try:
+        import pynvml
+    except ImportError:
+        return "no NVML (nvidia-ml-py is not installed): joules are n/a on GPUs"
+    try:
+        pynvml.nvmlInit()
+    except Exception as error:  # no driver, no library, no permission
+        return f"no NVML ({' '.join(str(error).split()) or type(error).__name__}): joules are n/a on GPUs"
+    lines = []
+    try:
+        for index in range(pynvml.nvmlDeviceGetCount()):
+            handle = pynvml.nvmlDeviceGetHandleByIndex(index)
+            name = pynvml.nvmlDeviceGetName(handle)
+            name = name.decode() if isinstance(name, bytes) else str(name)
+            lines.append(f"nvml {index}: {name}, {_counter(pynvml, handle)}")
+    finally:
+        pynvml.nvmlShutdown()
+    return lines
+
+
+def _counter(pynvml: Any, handle: Any) -> str:
+    for ask, answer in (
+        (pynvml.nvmlDeviceGetTotalEnergyConsumption, "energy counter"),
+        (pynvml.nvmlDeviceGetPowerUsage, "no energy counter, power reading only (estimates)"),
+    ):
+        try:
+            ask(handle)
+        except Exception:  # each card lacks something else, each driver says so in its own way
+            continue
+        return answer
+    return "neither energy counter nor power reading"
+
+
+def _hub() -> str:
+    from huggingface_hub import constants, get_token
+
+    from dsbd_cli.loading.hub import offline_variable
+
+    offline = offline_variable()
+    state = f"offline ({offline} is set)" if offline else "online if there is a network"
+    return f"{state}, {'a token is set' if get_token() else 'no token'}, cache {constants.HF_HUB_CACHE}"
+
+
+def _cache() -> str:
+    from dsbd_cli.loading.cache import cache_root
+
+    root = cache_root()
+    if not root.is_dir():
+        return f"{root} (empty)"
+    size = sum(path.stat().st_size for path in root.rglob("*") if path.is_file())
+    return f"{root} ({size / 1e6:,.0f} MB)"
+
+
+def _presets() -> dict[str, str]:
+    from dsbd_cli.loading.cache import cache_root
+    from dsbd_cli.presets import list_presets
+
+    root = cache_root()
+    return {
+        preset.name: ", ".join(
+            f"{role} {_presence(source, role, root)}"
+            for role, source in (("target", preset.pair.target), ("draft", preset.pair.draft))
+            if source is not None
+        )
+        for preset in list_presets()
+    }
+
+
+def _presence(text: str, role: str, root: Path) -> str:
+    from dsbd_cli.loading.source import on_disk, parse_source
+
+    try:
+        return "on disk" if on_disk(parse_source(text, role), root) else "to be downloaded"
+    except DsbdError as error:
+        return f"unusable ({error})"

@@ -1,0 +1,62 @@
+"""`dsbd presets`: which presets there are, and what one of them really sets."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from dsbd_cli.presets import list_presets, load_preset, to_yaml
+
+if TYPE_CHECKING:
+    from dsbd_cli.presets import Preset
+
+app = typer.Typer(help="List the presets, or show one.", invoke_without_command=True, rich_markup_mode=None)
+
+
+@app.callback()
+def presets(context: typer.Context) -> None:
+    """List the presets: a table at a terminal, tab-separated lines in a pipe."""
+    if context.invoked_subcommand is not None:
+        return
+    found = list_presets()
+    if sys.stdout.isatty():
+        _table(found)
+        return
+    for preset in found:
+        sys.stdout.write(
+            "\t".join((preset.name, preset.pair.target, preset.pair.draft or "-", _how(preset))) + "\n"
+        )
+
+
+@app.command()
+def show(name: Annotated[str, typer.Argument(help="A preset's name, or a YAML file.")]) -> None:
+    """Print the settings really used, defaults included, as YAML that is itself a preset."""
+    sys.stdout.write(to_yaml(load_preset(name)))
+
+
+def _how(preset: Preset) -> str:
+    settings = preset.settings
+    words = [
+        settings.method,
+        f"width {settings.width}",
+        f"gamma {settings.gamma}",
+        f"verify {settings.verify}",
+    ]
+    return ", ".join(words)
+
+
+def _table(found: list[Preset]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=None, pad_edge=False)
+    for title in ("preset", "target", "draft", "settings"):
+        table.add_column(title, overflow="fold")
+    for preset in found:
+        # Text objects: what stands in a file is never markup.
+        cells = (preset.name, preset.pair.target, preset.pair.draft or "-", _how(preset))
+        table.add_row(*(Text(cell) for cell in cells))
+    Console().print(table)
