@@ -42,26 +42,41 @@ class Store:
         self.sidecar = path.with_name(path.name + ".run.json")
         own = path if shard.world == 1 else path.with_name(f"{path.name}.rank-{shard.rank}-of-{shard.world}")
         self._own = own
-        self._files: list[int] = []
-        self._out = self._open(own)
-        if os.fstat(self._out).st_size and not self.sidecar.exists():
+        self._files: list[tuple[int, Path]] = []
+        self._whole: list[bytes] = []
+        self._parts: dict[int, bytes] = {}
+        try:
+            self._out = self._open(own)
+            if shard.world > 1 and shard.rank == 0:
+                self._open(path)
+            self._look()
+        except BaseException:
             self.close()
-            raise UserError(f"{own} is there, but not {self.sidecar.name} that says what was run: "
+            raise
+
+    def _look(self) -> None:
+        """See what is there, and cut a torn last line off the file that this process appends to."""
+        size = os.fstat(self._out).st_size
+        if size and not self.sidecar.exists():
+            raise UserError(f"{self._own} is there, but not {self.sidecar.name} that says what was run: "
                             "give another --output, or move that file away")  # fmt: skip
-        if shard.world > 1 and shard.rank == 0:
-            self._open(path)
         # Parts first: a merge that runs meanwhile replaces OUT before it removes them.
         self._parts = self._read_parts()
         self._whole = self._read_whole()
-        self._mend(own)
+        good = sum(map(len, _lines(self._own)))
+        if good < size:
+            os.ftruncate(self._out, good)
+            self.tell(f"dropped a torn last line of {self._own.name}: its prompt is done again")
 
     def close(self) -> None:
         """Let go of the files; one that got no record goes away."""
-        empty = bool(self._files) and os.fstat(self._files[0]).st_size == 0
-        if empty and not self.path.is_symlink() and stat.S_ISREG(os.fstat(self._files[0]).st_mode):
-            self._own.unlink(missing_ok=True)
         while self._files:
-            os.close(self._files.pop())
+            fd, path = self._files.pop()
+            facts = os.fstat(fd)
+            unused = stat.S_ISREG(facts.st_mode) and facts.st_size == 0 and not path.is_symlink()
+            if unused and _same_file(fd, path):
+                path.unlink(missing_ok=True)
+            os.close(fd)
 
     def is_finished(self, facts: dict[str, Any], seed_given: bool) -> bool:
         """Whether every prompt is done, in a run of these `facts` (those given; others are not compared)."""
@@ -161,15 +176,19 @@ class Store:
     # Reading.
 
     def _open(self, path: Path) -> int:
-        try:
-            fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o666)
-        except OSError as error:
-            raise UserError(f"--output {path} cannot be written: {error.strerror}") from None
-        self._files.append(fd)
-        if not _lock(fd):
-            self.close()
-            raise UserError(f"another dsbd is writing to {path}: wait for it, or give another --output")
-        return fd
+        while True:
+            try:
+                fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o666)
+            except OSError as error:
+                raise UserError(f"--output {path} cannot be written: {error.strerror}") from None
+            if not _lock(fd):
+                os.close(fd)
+                raise UserError(f"another dsbd is writing to {path}: wait for it, or give another --output")
+            if _same_file(fd, path):
+                self._files.append((fd, path))
+                return fd
+            # The run before ended, and took its empty file with it, between our opening and locking.
+            os.close(fd)
 
     def _read_whole(self) -> list[bytes]:
         lines = _lines(self.path)
@@ -191,13 +210,6 @@ class Store:
     def _part_paths(self) -> list[Path]:
         name = re.compile(re.escape(self.path.name) + r"\.rank-\d+-of-\d+")
         return sorted(entry for entry in self.path.absolute().parent.iterdir() if name.fullmatch(entry.name))
-
-    def _mend(self, own: Path) -> None:
-        """Cut a torn last line off the file that this process appends to."""
-        good = sum(map(len, _lines(own)))
-        if good < os.fstat(self._out).st_size:
-            os.ftruncate(self._out, good)
-            self.tell(f"dropped a torn last line of {own.name}: its prompt is done again")
 
     def _read_sidecar(self) -> dict[str, Any] | None:
         try:
@@ -256,6 +268,13 @@ def write_whole(path: Path, lines: Iterable[bytes]) -> None:
         os.replace(draft, path)
     finally:
         draft.unlink(missing_ok=True)
+
+
+def _same_file(fd: int, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(fd), os.stat(path))
+    except FileNotFoundError:
+        return False
 
 
 def _lock(fd: int) -> bool:
