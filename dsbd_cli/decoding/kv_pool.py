@@ -196,18 +196,30 @@ class MaskTable:
         self.table[row] = self.hidden
         self.table[row, slots] = 0
 
+    def causal(self, row: int, slots: Tensor) -> Tensor:
+        """[N, table width]: what `row` sees, and of `slots` (int64 [N]) each its own and those before it.
+
+        `row` sees all of them afterwards.
+        """
+        count = len(slots)
+        mask = self.table[row].repeat(count, 1)
+        mask.index_copy_(1, slots, mask.new_full((count, count), self.hidden).triu(1))
+        self.table[row, slots] = 0
+        return mask
+
     def extend(self, base: Tensor, rows: Tensor, slots: Tensor, inside: Tensor) -> Tensor:
         """Rows for N new nodes, from the row of each one's nearest ancestor that existed before.
 
         Args:
             base, rows: int64 [N], rows to start from and rows to write.
             slots: int64 [N], the new nodes' slots.
-            inside: [N, N], 0 where node i sees node j of this batch (itself, ancestors), else hidden.
+            inside: bool [N, N], whether node i sees node j of this batch (itself, ancestors).
 
         Returns:
             [N, table width], the mask of the forward.
         """
         mask = self.table.index_select(0, base)
-        mask.index_copy_(1, slots, inside)
+        own = torch.zeros_like(inside, dtype=mask.dtype).masked_fill_(~inside, self.hidden)
+        mask.index_copy_(1, slots, own)
         self.table.index_copy_(0, rows, mask)
         return mask

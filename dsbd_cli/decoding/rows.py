@@ -10,6 +10,7 @@ from torch import Tensor
 
 # Entries fetched beyond those asked for, so that a tie at the border can be seen and decided exactly.
 _MARGIN = 8
+_BLOCK = 128
 
 
 class Best(NamedTuple):
@@ -47,7 +48,7 @@ def best_of(logps: Tensor, finite: Tensor, count: int) -> Best:
     vocab = logps.shape[-1]
     count = min(count, vocab)
     fetch = min(vocab, count + _MARGIN)
-    values, ids = torch.topk(logps, fetch, dim=-1)
+    values, ids = _largest(logps, fetch)
     packed = torch.cat([values, ids.int().view(torch.float32), finite.float()[:, None]], dim=1)
     host = packed.cpu().numpy()
     values_np = host[:, :fetch]
@@ -63,3 +64,23 @@ def best_of(logps: Tensor, finite: Tensor, count: int) -> Best:
             tokens[i] = np.argsort(-row, kind="stable")[:count]
             best[i] = row[tokens[i]]
     return Best(tokens, best, good)
+
+
+def _largest(values: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """`torch.topk` over the last dimension of [N, V], several times faster for few out of many.
+
+    Whatever is among the largest lies in a block whose maximum is among the largest maxima, so only
+    that many blocks are searched.
+    """
+    rows, width = values.shape
+    blocks = width // _BLOCK
+    if blocks < 4 * count:
+        return torch.topk(values, count, dim=-1)
+    whole = values[:, : blocks * _BLOCK].unflatten(1, (blocks, _BLOCK))
+    chosen = torch.topk(whole.amax(-1), count, dim=-1, sorted=False).indices
+    inner = torch.arange(_BLOCK, device=values.device)
+    ids = (chosen[:, :, None] * _BLOCK + inner).flatten(1)
+    tail = torch.arange(blocks * _BLOCK, width, device=values.device).expand(rows, -1)
+    ids = torch.cat([ids, tail], dim=1)
+    best = torch.topk(values.gather(1, ids), count, dim=-1)
+    return best.values, ids.gather(1, best.indices)

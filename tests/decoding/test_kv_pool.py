@@ -77,8 +77,7 @@ def test_mask_rows_descend_from_their_parents_through_growth():
     masks = MaskTable(2, 4, torch.float32, torch.device("cpu"))
     root, child, grandchild = masks.take(1)[0], *masks.take(2)  # the second call doubles the rows
     masks.show(root, torch.tensor([1]))
-    hidden = masks.hidden
-    inside = torch.tensor([[0.0, hidden], [0.0, 0.0]])
+    inside = torch.tensor([[True, False], [True, True]])
     mask = masks.extend(
         torch.tensor([root, root]), torch.tensor([child, grandchild]), torch.tensor([2, 3]), inside
     )
