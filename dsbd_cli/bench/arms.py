@@ -1,0 +1,171 @@
+"""The arms of a benchmark: each is one method with one set of settings and one name."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from dsbd_cli.bench.sweep import COMMON, OF_METHOD, Grid, label_of, points
+from dsbd_cli.errors import UserError
+from dsbd_cli.settings import DEFAULTS, Settings, near
+
+# Name on the command line -> (method as the sweep knows it, settings that the name implies).
+METHODS: Mapping[str, tuple[str, dict[str, Any]]] = {
+    "multinomial": ("multinomial", {}),
+    "beam": ("beam", {}),
+    "speculative": ("speculative", {}),
+    "specinfer": ("specinfer", {}),
+    "dsbd": ("dsbd", {}),
+    "dsbd:paper": ("dsbd", {"verify": "paper"}),
+    "dsbd:continue": ("dsbd", {"verify": "continue"}),
+    "dsbd:cover": ("dsbd", {"verify": "cover"}),
+    "dsbd-kv-one": ("dsbd", {"kv": "one"}),
+    "hf-sample": ("hf-sample", {}),
+    "hf-beam-sample": ("hf-beam-sample", {}),
+    "hf-beam-search": ("hf-beam-search", {}),
+    "hf-assisted": ("hf-assisted", {}),
+}
+DEFAULT_METHODS = ("multinomial", "beam", "speculative", "specinfer", "dsbd")
+GROUPS = {
+    "all": tuple(METHODS),
+    "ours": tuple(name for name in METHODS if not name.startswith("hf-")),
+    "hf": tuple(name for name in METHODS if name.startswith("hf-")),
+    "default": DEFAULT_METHODS,
+}
+# Hugging Face's methods are run by `generate`; these settings only carry their numbers.
+_CARRIER = {"hf-sample": "multinomial", "hf-assisted": "speculative",
+            "hf-beam-sample": "beam", "hf-beam-search": "beam"}  # fmt: skip
+_EVERYWHERE = (*COMMON, "stop", "system", "raw")
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One arm.
+
+    Attributes:
+        name: unique within a run; the method's name, and what a sweep changed.
+        method: the name on the command line.
+        settings: what the engine gets, or what `generate`'s arguments are taken from.
+        swept: what a sweep changed.
+    """
+
+    name: str
+    method: str
+    settings: Settings
+    swept: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+    @property
+    def kind(self) -> str:
+        """The method as a sweep knows it: all of dsbd's variants are one."""
+        return METHODS[self.method][0]
+
+    @property
+    def hf(self) -> bool:
+        """Run by Hugging Face `generate`, as an outside reference."""
+        return self.method.startswith("hf-")
+
+    @property
+    def needs_draft(self) -> bool:
+        return self.settings.method in ("dsbd", "speculative", "specinfer")
+
+    def shown(self) -> dict[str, Any]:
+        """The settings that have a meaning for this arm, for results."""
+        values = self.settings.to_dict()
+        return {name: values[name] for name in (*_EVERYWHERE, *OF_METHOD[self.kind])}
+
+
+def parse_methods(text: str) -> list[str]:
+    """Method names from `a,b,c`; `all`, `ours`, `hf` and `default` stand for groups.
+
+    Raises:
+        UserError: an unknown name, or none.
+    """
+    names: list[str] = []
+    for word in text.replace(",", " ").split():
+        if word not in METHODS and word not in GROUPS:
+            known = (*METHODS, *GROUPS)
+            raise UserError(
+                f"--methods: unknown method {word!r}{near(word, known)}; known: {', '.join(known)}"
+            )
+        names += GROUPS.get(word, (word,))
+    if not names:
+        raise UserError(f"--methods is empty; known: {', '.join((*METHODS, *GROUPS))}")
+    return list(dict.fromkeys(names))
+
+
+def build_arms(
+    methods: Sequence[str], base: Settings, given: Mapping[str, Any], grids: Sequence[Grid]
+) -> tuple[list[Arm], list[str]]:
+    """The arms of a run, and notes about what was left out.
+
+    Args:
+        methods: names as `parse_methods` gives them.
+        base: the preset's settings.
+        given: settings from the command line; each reaches the methods it has a meaning for.
+        grids: sweeps.
+
+    Raises:
+        UserError: settings that no method of the run takes, or that exclude each other.
+    """
+    for name in ("method", "seed", "num_return"):
+        if name in given and name != "seed":
+            hint = "--methods says what is run" if name == "method" else "the bench returns one answer"
+            raise UserError(f"--{name.replace('_', '-')} has no place in a bench: {hint}")
+    used: set[str] = {"seed"}
+    arms: list[Arm] = []
+    notes: list[str] = []
+    for method in methods:
+        kind, implied = METHODS[method]
+        mine = (*_EVERYWHERE, *OF_METHOD[kind])
+        local = {name: value for name, value in given.items() if name in mine}
+        if given.get("deterministic") and kind in ("beam", "dsbd"):
+            local = {name: value for name, value in local.items() if name != "threshold"}
+        used.update(local)
+        local |= implied
+        plain = _settings(kind, base, local)
+        twin = next((arm for arm in arms if arm.settings == plain and arm.kind == kind), None)
+        if twin is not None:
+            notes.append(f"{method} is what {twin.name} already runs with these settings: left out")
+            continue
+        arms.append(Arm(method, method, plain))
+        wrong = 0
+        for point in points(grids, kind):
+            try:
+                arm = Arm(f"{method} {label_of(point)}", method, _settings(kind, base, local | point), point)
+            except UserError:
+                wrong += 1
+                continue
+            if not any(arm.method == other.method and arm.settings == other.settings for other in arms):
+                arms.append(arm)
+        if wrong:
+            notes.append(f"{method}: {wrong} settings of the sweep exclude themselves and are left out")
+    unused = [name for name in given if name not in used]
+    if unused:
+        raise UserError(f"--{unused[0].replace('_', '-')} means nothing to the methods of this run")
+    swept = {name for grid in grids for name in grid}
+    idle = swept - {name for method in methods for name in (*COMMON, *OF_METHOD[METHODS[method][0]])}
+    if idle:
+        raise UserError(f"--sweep: {sorted(idle)[0]} means nothing to the methods of this run")
+    return arms, notes
+
+
+def _settings(kind: str, base: Settings, local: Mapping[str, Any]) -> Settings:
+    """Base settings, reduced to what the method reads, with `local` laid over them."""
+    mine = (*_EVERYWHERE, *OF_METHOD[kind])
+    values = {name: getattr(base, name) for name in mine if name != "deterministic"}
+    method = _CARRIER.get(kind, kind)
+    plain = Settings(**(DEFAULTS | {"method": method, "seed": None} | _consistent(values)))
+    if local.get("deterministic", base.deterministic) and "deterministic" in mine:
+        local = {**local, "deterministic": True}
+    return plain.merged(dict(local))
+
+
+def _consistent(values: dict[str, Any]) -> dict[str, Any]:
+    """A method that reads width but not min_width must not trip over the default of the latter."""
+    if "width" in values and "min_width" not in values:
+        return values | {"min_width": min(DEFAULTS["min_width"], values["width"])}
+    if "min_width" in values and "width" not in values:
+        return {name: value for name, value in values.items() if name != "min_width"}
+    return values

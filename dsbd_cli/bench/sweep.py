@@ -1,0 +1,120 @@
+"""Which settings a sweep tries: `"gamma=2,3,4 draft_width=2..6 threshold=0.7,0.9"` and what it means."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from dsbd_cli.errors import UserError
+from dsbd_cli.settings import FIELDS, KINDS, near
+
+# Settings that mean the same for every method; the rest are looked up per method.
+COMMON = (
+    "temperature", "top_k", "top_p", "max_new_tokens", "length_penalty", "early_stopping",
+)  # fmt: skip
+OF_METHOD: Mapping[str, tuple[str, ...]] = {
+    "dsbd": ("width", "draft_width", "gamma", "verify", "threshold", "min_width", "kv", "deterministic"),
+    "beam": ("width", "deterministic"),
+    "speculative": ("gamma",),
+    "specinfer": ("tree",),
+    "multinomial": (),
+    "hf-sample": (),
+    "hf-beam-sample": ("width",),
+    "hf-beam-search": ("width",),
+    "hf-assisted": ("gamma",),
+}
+SWEEPABLE = tuple(dict.fromkeys([*COMMON, *itertools.chain(*OF_METHOD.values())]))
+_RANGE = re.compile(r"(\d+)\.\.(\d+)")
+
+Grid = dict[str, list[Any]]
+
+
+def parse_sweep(text: str) -> Grid:
+    """Setting -> values of one sweep: lists `a,b`, whole ranges `2..6`, `none`, trees such as `2x2x1`.
+
+    Raises:
+        UserError: not `name=values`, an unknown setting, a value of the wrong type, a name given twice.
+    """
+    grid: Grid = {}
+    for word in text.split():
+        name, equals, values = word.partition("=")
+        name = name.strip().replace("-", "_")
+        if not equals or not values:
+            raise UserError(f"--sweep: {word!r} is not name=values, e.g. gamma=2,3,4")
+        if name not in SWEEPABLE:
+            hint = near(name, SWEEPABLE) if name not in FIELDS else ": it does not decide speed or quality"
+            raise UserError(f"--sweep: cannot sweep {name!r}{hint}")
+        if name in grid:
+            raise UserError(f"--sweep: {name} is given twice")
+        grid[name] = list(dict.fromkeys(_values(name, values)))
+    if not grid:
+        raise UserError("--sweep is empty: give name=values, e.g. gamma=2,3,4")
+    return grid
+
+
+def _values(name: str, text: str) -> Iterator[Any]:
+    for part in text.split(","):
+        ends = _RANGE.fullmatch(part)
+        if ends and KINDS[name].startswith("int"):
+            low, high = int(ends[1]), int(ends[2])
+            if low > high:
+                raise UserError(f"--sweep: {name}: the range {part} runs backwards")
+            yield from range(low, high + 1)
+        else:
+            yield _value(name, part)
+
+
+def _value(name: str, part: str) -> Any:
+    from dsbd_cli.cli.options import parse_setting
+
+    if name == "tree":
+        part = part.replace("x", ",")
+    if KINDS[name] == "bool":
+        if part not in ("true", "false"):
+            raise UserError(f"--sweep: {name} must be true or false, not {part!r}")
+        return part == "true"
+    if not part:
+        raise UserError(f"--sweep: {name} has an empty value")
+    try:
+        return parse_setting(name, part)
+    except UserError as error:
+        raise UserError(f"--sweep: {error}") from None
+
+
+def points(grids: Sequence[Grid], method: str) -> list[dict[str, Any]]:
+    """The settings that the sweeps ask of one method: each sweep is a full grid, several are united.
+
+    A sweep that names no setting of the method asks nothing of it.
+    """
+    mine = (*COMMON, *OF_METHOD[method])
+    found: list[dict[str, Any]] = []
+    for grid in grids:
+        names = [name for name in grid if name in mine]
+        if not names:
+            continue
+        for values in itertools.product(*(grid[name] for name in names)):
+            point = dict(zip(names, values, strict=True))
+            if point not in found:
+                found.append(point)
+    return found
+
+
+def label_of(point: Mapping[str, Any]) -> str:
+    """A point as text, in the order given: `gamma=2 threshold=none`."""
+    return " ".join(f"{name}={_show(value)}" for name, value in point.items())
+
+
+def _show(value: Any) -> str:
+    if value is None:
+        return "none"
+    if isinstance(value, tuple):
+        return "x".join(map(str, value))
+    return (
+        str(value).lower()
+        if isinstance(value, bool)
+        else f"{value:g}"
+        if isinstance(value, float)
+        else str(value)
+    )
