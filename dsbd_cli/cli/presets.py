@@ -38,13 +38,7 @@ def show(name: Annotated[str, typer.Argument(help="A preset's name, or a YAML fi
 
 def _how(preset: Preset) -> str:
     settings = preset.settings
-    words = [
-        settings.method,
-        f"width {settings.width}",
-        f"gamma {settings.gamma}",
-        f"verify {settings.verify}",
-    ]
-    return ", ".join(words)
+    return f"{settings.method} {settings.verify}, width {settings.width}, gamma {settings.gamma}"
 
 
 def _table(found: list[Preset]) -> None:
@@ -54,7 +48,7 @@ def _table(found: list[Preset]) -> None:
 
     table = Table(box=None, pad_edge=False)
     for title in ("preset", "target", "draft", "settings"):
-        table.add_column(title, overflow="fold")
+        table.add_column(title, overflow="fold", no_wrap=title in ("preset", "settings"))
     for preset in found:
         # Text objects: what stands in a file is never markup.
         cells = (preset.name, preset.pair.target, preset.pair.draft or "-", _how(preset))

@@ -48,14 +48,15 @@ def check_same_tokens(target: Any, draft: Any, names: tuple[str, str]) -> list[s
         Notes for the user.
 
     Raises:
-        UserError: some ordinary id means different tokens; names the first that differs.
+        UserError: some ordinary id means different tokens; names the first such id.
     """
     mine, theirs = _by_id(target), _by_id(draft)
     shared = min(token_range(target), token_range(draft))
     special = _special_ids(target) | _special_ids(draft)
     differing = [place for place in range(shared) if mine.get(place) != theirs.get(place)]
-    if any(place not in special for place in differing):
-        first = differing[0]
+    ordinary = [place for place in differing if place not in special]
+    if ordinary:
+        first = ordinary[0]
         raise UserError(
             f"target {names[0]} and draft {names[1]} do not share a vocabulary: token {first} is "
             f"{_shown(mine.get(first))} in the target and {_shown(theirs.get(first))} in the draft"
