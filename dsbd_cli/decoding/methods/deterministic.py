@@ -12,6 +12,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from dsbd_cli.decoding.events import Iteration, Layer
+from dsbd_cli.decoding.forest import Forest
 from dsbd_cli.decoding.run import Run
 from dsbd_cli.decoding.tree import Node
 
@@ -88,7 +89,8 @@ def beam_search(run: Run, early_stopping: str, length_penalty: float) -> Iterato
     """Decode to the end; afterwards `run.hypotheses` ranks Hugging Face's own finished beams."""
     state = BeamSearch(run, early_stopping, length_penalty)
     while not state.done:
-        forest = run.propose()
+        # The first layer's law is known from prefill: nothing to draft for.
+        forest = Forest() if run.known() else run.propose()
         run.advance(forest)
         for depth in range(len(forest.layers) + 1):
             state.step()

@@ -22,7 +22,8 @@ def dsbd(run: Run, verify: str) -> Iterator[Layer | Iteration]:
     """Decode until the stop rules hold; `verify` is `paper`, `continue` or `cover`."""
     rule = cover_layers if verify == "cover" else draw_layers
     while not run.hypotheses.stopped():
-        forest = run.propose()
+        # Slots that come straight from p need no forest where p is known already (behind the prompt).
+        forest = Forest() if verify == "cover" and run.known() else run.propose()
         run.advance(forest)
         yield from rule(run, forest, verify)
         yield from run.finish_iteration(forest)

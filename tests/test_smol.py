@@ -1,0 +1,97 @@
+"""The default pair on real prompts: what the engine promises, on the weights people will run."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from dsbd_cli.bench.datasets import KINDS, load_dataset
+from dsbd_cli.decoder import Decoder
+from dsbd_cli.errors import UserError
+from dsbd_cli.prompts import encode
+from dsbd_cli.settings import Settings
+
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("smol")]
+FIXED = Settings(threshold=None, verify="cover", seed=0)
+
+
+@pytest.fixture(scope="module")
+def smol() -> Decoder:
+    try:
+        return Decoder.from_preset("smol", target_dtype="float32", draft_dtype="float32", target_device="cpu",
+                                   draft_device="cpu")  # fmt: skip
+    except UserError as error:
+        pytest.skip(f"the default pair cannot be loaded here: {error}")
+
+
+@pytest.fixture(scope="module")
+def prompts(smol: Decoder, tmp_path_factory: pytest.TempPathFactory) -> list[list[int]]:
+    """50 prompts of the built-in samples, as token ids: all MT-Bench ones, then SQuAD and Spider in turn."""
+    build: Path = tmp_path_factory.mktemp("samples")
+
+    def items(kind: str) -> Iterator[list[int]]:
+        for item in load_dataset(kind, None, build).items:
+            yield encode(item.messages(()), smol.pair.tokenizer, FIXED, smol.pair.vocab_size)[0]
+
+    by_kind = {kind: list(items(kind)) for kind in KINDS}
+    pairs = zip(by_kind["squad"], by_kind["spider"], strict=False)
+    chosen = [*by_kind["mt-bench"], *(ids for pair in pairs for ids in pair)]
+    return sorted(chosen[:50], key=len)
+
+
+def test_a_sensible_answer(smol: Decoder) -> None:
+    result = smol.generate("What is the capital of France?", dataclasses.replace(smol.settings, seed=1))
+    assert "Paris" in result.text
+    assert result.finish_reason == "eos"
+
+
+def test_cover_is_beam_sampling_token_for_token(smol: Decoder, prompts: list[list[int]]) -> None:
+    for seed, ids in enumerate(prompts):
+        settings = dataclasses.replace(FIXED, seed=seed, max_new_tokens=20)
+        beam = smol.generate(ids, dataclasses.replace(settings, method="beam"))
+        cover = smol.generate(ids, settings)
+        assert cover.token_ids == beam.token_ids
+        assert cover.stats.target_calls <= beam.stats.target_calls
+
+
+def test_default_rule_commits_enough_layers_a_call(smol: Decoder, prompts: list[list[int]]) -> None:
+    layers = calls = 0
+    for seed, ids in enumerate(prompts[::3]):
+        stats = smol.generate(ids, dataclasses.replace(smol.settings, seed=seed, max_new_tokens=24)).stats
+        layers, calls = layers + stats.layers, calls + stats.target_calls
+    assert layers / calls >= 1.7
+
+
+@pytest.mark.parametrize("method", ["beam", "dsbd"])
+def test_deterministic_is_hugging_face_beam_search(
+    smol: Decoder, prompts: list[list[int]], method: str
+) -> None:
+    model = smol.pair.target.model
+    for ids in prompts[::5][:10] if method == "beam" else prompts[:20]:
+        settings = Settings(method=method, deterministic=True, max_new_tokens=20)
+        result = smol.generate(ids, settings)
+        answer = model.generate(
+            torch.tensor([ids]), attention_mask=torch.ones(1, len(ids), dtype=torch.long),
+            num_beams=4, do_sample=False, max_new_tokens=20, length_penalty=1.0, early_stopping=False,
+            eos_token_id=list(smol.pair.eos_ids), pad_token_id=smol.pair.eos_ids[0], temperature=None,
+            top_k=None, top_p=None,
+        )  # fmt: skip
+        assert result.token_ids == answer[0, len(ids) :].tolist()
+
+
+def test_beams_cost_little_more_memory_than_one(smol: Decoder) -> None:
+    ids = (smol.pair.tokenizer("The history of the lighthouse is long. " * 40)["input_ids"])[:200]
+    peak = {}
+    for method in ("multinomial", "beam", "dsbd"):
+        settings = dataclasses.replace(
+            smol.settings, method=method, width=4, seed=3, max_new_tokens=100, early_stopping="never"
+        )
+        stats = smol.generate(ids, settings).stats
+        assert stats.layers == 100
+        peak[method] = stats.kv_bytes_peak or 0
+    assert peak["beam"] <= 1.3 * peak["multinomial"]
+    assert peak["dsbd"] <= 1.3 * peak["multinomial"]
