@@ -9,10 +9,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dsbd_cli.decoding import lean
 from dsbd_cli.decoding.hf import TreeForward, context_limit
 from dsbd_cli.decoding.law import Row, Support, Warp, joint
 from dsbd_cli.decoding.rows import Best, best_of, best_rows, finite_rows, log_probabilities
-from dsbd_cli.decoding.selftest import check_tree, refuse_unserved
+from dsbd_cli.decoding.selftest import check_tree, refusal, refuse_unserved
 from dsbd_cli.decoding.tree import Node
 from dsbd_cli.decoding.tree_pool import Plan, TreePool
 from dsbd_cli.errors import RunError
@@ -44,6 +45,8 @@ class HfTreeModel:
         vocab_size: the tokenizer's; columns beyond it are padding and have probability 0.
         role: what errors call it, `target` or `draft`.
         max_positions: context limit; None takes the config's.
+        fast: use `lean` where it serves the model and agrees with it.
+        int8: with `fast`, on a CPU: multiply in int8 (a draft's proposals may be anything).
 
     Attributes:
         calls: forwards since the last `prefill`, that one left out.
@@ -51,15 +54,29 @@ class HfTreeModel:
     """
 
     def __init__(
-        self, model: Any, *, vocab_size: int, role: str = "target", max_positions: int | None = None
+        self,
+        model: Any,
+        *,
+        vocab_size: int,
+        role: str = "target",
+        max_positions: int | None = None,
+        fast: bool = True,
+        int8: bool = False,
     ) -> None:
-        self.model, self.role, self.vocab_size = model, role, vocab_size
-        self.device, self.dtype = model.device, model.dtype
-        self.max_positions = max_positions or context_limit(model)
+        # A `LoadedModel` names itself; a bare module is named by its config.
+        module: Any = model if isinstance(model, torch.nn.Module) else model.model
+        self.model = module
+        self.name = str(module.config.name_or_path or module.config.model_type)
+        if module is not model:
+            self.name = model.name
+        self.role, self.vocab_size = role, vocab_size
+        self.device, self.dtype = module.device, module.dtype
+        self.max_positions = max_positions or getattr(model, "max_positions", None) or context_limit(module)
         self.calls = 0
         self.notes: list[str] = []
-        self._forward = TreeForward(model)
-        self._pool = TreePool(_FIRST_SLOTS, self.dtype, self.device)
+        self._use(
+            lean.LeanForward(module, int8=int8) if fast and lean.serves(module) else TreeForward(module)
+        )
         self._rows: dict[Node, _Dense | _Sparse] = {}
         self._row_size = 0
         self._tainted = False
@@ -71,16 +88,27 @@ class HfTreeModel:
         Raises:
             UserError: the architecture is not served.
         """
-        if not self._served:
-            refuse_unserved(self.model)
-            check_tree(self, self.model, self.vocab_size)
-            self._served = True
+        if self._served:
+            return
+        refuse_unserved(self.model)
+        self._served = True  # the check itself runs forwards
+        wrong = check_tree(self, self.model, self.vocab_size)
+        if wrong and not isinstance(self._forward, TreeForward):
+            self.notes.append(
+                f"{self.role}: the fast forward is not used, it disagrees with the model's own ({wrong})"
+            )
+            self._use(TreeForward(self.model))
+            wrong = check_tree(self, self.model, self.vocab_size)
+        if wrong:
+            self._served = False
+            raise refusal(self.model, wrong)
+
+    def _use(self, forward: TreeForward | lean.LeanForward) -> None:
+        """Compute with `forward` from now on, in a new pool."""
+        self._forward = forward
+        self._pool = TreePool(_FIRST_SLOTS, getattr(forward, "dtype", self.dtype), self.device)
 
     # What the run reports.
-
-    @property
-    def name(self) -> str:
-        return str(self.model.config.name_or_path or self.model.config.model_type)
 
     @property
     def max_depth(self) -> int | None:
@@ -119,6 +147,7 @@ class HfTreeModel:
             reuse: take over the prefix that the last prompt or its answer shares with this one.
             room: slots to have ready beyond the prompt, so that buffers need not grow later.
         """
+        self.require_tree()
         if self._tainted:
             # Masked keys and values have weight 0, but 0 x NaN is NaN: leave nothing of a broken run.
             self._pool.cache.clear()

@@ -14,6 +14,7 @@ from torch import Tensor
 from dsbd_cli.decoding.hf import SERVED_KINDS, layer_kinds
 from dsbd_cli.decoding.tree import Node
 from dsbd_cli.errors import UserError
+from dsbd_cli.loading.architecture import tree_refusal
 
 _PREFIX = 5
 # Rounding allowed, as a part of the largest logit.
@@ -26,34 +27,25 @@ def refuse_unserved(model: Any) -> None:
     """Refuse, by name, what is known not to be a tree of key/value slots.
 
     Raises:
-        UserError: recurrent or chunked layers, ALiBi, encoder-decoder models.
+        UserError: ALiBi, recurrent or chunked layers, encoder-decoder models, masks of their own.
     """
-    config = model.config.get_text_config()
-    kind = config.model_type
-    others = sorted(set(layer_kinds(config)) - SERVED_KINDS)
-    reason = None
-    if others:
-        reason = f"has {', '.join(others)} layers"
-    elif getattr(config, "alibi", False) or kind in ("bloom", "mpt"):
-        reason = "puts positions into the attention mask (ALiBi)"
-    elif getattr(config, "is_encoder_decoder", False):
-        reason = "is an encoder-decoder model"
-    elif not hasattr(config, "num_attention_heads") or hasattr(config, "state_size"):
-        reason = "is recurrent"
+    config = model.config
+    reason = tree_refusal(config)
+    others = sorted(set(layer_kinds(config.get_text_config())) - SERVED_KINDS)
+    if reason is None and others:
+        reason = f"{config.model_type} has layers of kind {others[0]}"
     if reason is not None:
-        raise UserError(
-            f"{_name(model)}: {kind} {reason}, which tree decoding does not serve; take another model"
-        )
+        raise UserError(f"{_name(model)}: {reason}, so tree decoding does not serve it; take another model")
 
 
-def check_tree(tree: Any, model: Any, vocab_size: int) -> None:
-    """Compare a tree forward with plain forwards on two levels of two branches.
+def check_tree(tree: Any, model: Any, vocab_size: int) -> str | None:
+    """Compare a tree forward with plain forwards of the model on two levels of two branches.
 
     Args:
-        tree: a fresh `HfTreeModel` over `model`.
+        tree: `HfTreeModel` over `model`; what it holds is lost.
 
-    Raises:
-        UserError: they differ by more than rounding, or the model cannot be called like this.
+    Returns:
+        None where they differ by no more than rounding, else what is wrong.
     """
     # Both branches end in the same token, so only attention tells the two leaves apart.
     ids = [(7 * i + 3) % vocab_size for i in range(_PREFIX + 3)]
@@ -68,17 +60,16 @@ def check_tree(tree: Any, model: Any, vocab_size: int) -> None:
             [tree.log_row(node) for pair in zip(branches, leaves, strict=True) for node in pair]
         )
         plain = _plain(model, [prompt + leaf.tokens() for leaf in leaves], vocab_size)
-    except UserError:
-        raise
-    except Exception as error:
-        raise _refusal(model, f"{type(error).__name__}: {error}") from error
+    except Exception as error:  # whatever the modelling code makes of arguments it does not expect
+        return f"{type(error).__name__}: {error}"
     wrong = (got - plain).abs()
     context = (plain[1] - plain[3]).abs().mean()
     scale = max(1.0, float(plain.abs().max()))
     if not torch.isfinite(got).all() or not torch.isfinite(plain).all():
-        return  # decoding says so by itself, with the step and the dtype
+        return None  # decoding says so by itself, with the step and the dtype
     if wrong.max() > _ROUNDING * scale and wrong.mean() > _OF_CONTEXT * context:
-        raise _refusal(model, f"off by {float(wrong.max()):.2g} in log-probability")
+        return f"off by {float(wrong.max()):.2g} in log-probability"
+    return None
 
 
 def _plain(model: Any, sequences: list[list[int]], vocab_size: int) -> Tensor:
@@ -88,7 +79,8 @@ def _plain(model: Any, sequences: list[list[int]], vocab_size: int) -> Tensor:
     return torch.log_softmax(logits[:, -2:, :vocab_size].float(), -1).flatten(0, 1)
 
 
-def _refusal(model: Any, detail: str) -> UserError:
+def refusal(model: Any, detail: str) -> UserError:
+    """The error for a model that fails `check_tree`."""
     return UserError(
         f"{_name(model)}: a tree of sequences does not compute like single sequences on {model.config.model_type} "
         f"({detail}), so tree decoding does not serve it; take another model"

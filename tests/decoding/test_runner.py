@@ -8,7 +8,9 @@ import numpy as np
 import pytest
 import torch
 
+from dsbd_cli.decoding import lean
 from dsbd_cli.decoding.law import Warp
+from dsbd_cli.decoding.linears import DenseLinear, Int8Linear, PackedLinear, can_pack, can_quantize
 from dsbd_cli.decoding.runner import HfTreeModel
 from dsbd_cli.decoding.tree import Node
 from dsbd_cli.errors import RunError, UserError
@@ -32,6 +34,7 @@ FAMILIES = {
 
 def family(folder, name, attention):
     kind = name.split("-")[0]
+    attention = attention.replace("lean", "eager")
     wide = {"init_std": 0.3} if kind == "opt" else {"initializer_range": 0.3}
     model = rand(folder, kind, **(wide | FAMILIES[name]))
     try:
@@ -51,12 +54,16 @@ def children(rng, node, count):
     return [Node(rng.randrange(VOCAB), node) for _ in range(count)]
 
 
-@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+@pytest.mark.parametrize("attention", ["eager", "sdpa", "lean"])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_tree_forward_is_path_by_path_through_hundreds_of_rounds(tmp_path, name, attention):
-    model = family(tmp_path, name, attention)
-    tree = HfTreeModel(model, vocab_size=VOCAB)
+    fast = attention == "lean"
+    model = family(tmp_path, name, "sdpa" if fast and name != "gemma2" else attention)
+    if fast and not lean.serves(model):
+        pytest.skip(f"{name} is left to its own modelling code")
+    tree = HfTreeModel(model, vocab_size=VOCAB, fast=fast)
     tree.require_tree()
+    assert isinstance(tree._forward, lean.LeanForward) == fast
     rng = random.Random(1)
     ids = [rng.randrange(VOCAB) for _ in range(10)]
     root = Node(-1, None)
@@ -221,7 +228,47 @@ def test_a_model_that_ignores_the_mask_is_refused_by_name(tmp_path):
         *args, attention_mask=None if attention_mask is None else torch.zeros_like(attention_mask), **rest
     )
     with pytest.raises(UserError, match=r"llama .*off by"):
-        HfTreeModel(model, vocab_size=VOCAB).require_tree()
+        HfTreeModel(model, vocab_size=VOCAB, fast=False).require_tree()
+
+
+def test_a_fast_forward_that_disagrees_is_not_used(tmp_path, monkeypatch):
+    model = rand(tmp_path, initializer_range=0.3)
+    inner = lean.LeanForward.__call__
+    monkeypatch.setattr(lean.LeanForward, "__call__", lambda *args: inner(*args) + torch.arange(VOCAB) / 100)
+    tree, root = HfTreeModel(model, vocab_size=VOCAB), Node(-1, None)
+    tree.prefill([1, 2, 3], root)
+    assert "fast forward is not used" in tree.notes[0]
+    assert (tree.log_row(root) - plain(model, [1, 2, 3])).abs().max() < 1e-4
+
+
+def test_a_fast_forward_leaves_the_model_usable(tmp_path):
+    model = rand(tmp_path, "qwen2", initializer_range=0.3, num_key_value_heads=2)
+    before = plain(model, [1, 2, 3])
+    for kind in (DenseLinear, PackedLinear):
+        if kind is PackedLinear and not can_pack(torch.float32):
+            pytest.skip("no packed products here")
+        forward = lean.LeanForward(model, kind=kind)
+        assert (plain(model, [1, 2, 3]) - before).abs().max() < 1e-6
+        tree, root = HfTreeModel(model, vocab_size=VOCAB), Node(-1, None)
+        tree._use(forward)
+        tree.prefill([1, 2, 3], root)
+        assert (tree.log_row(root) - before).abs().max() < 1e-4
+
+
+def test_int8_products_are_close_and_their_own_tokens_matter_only_to_themselves(tmp_path):
+    if not can_quantize():
+        pytest.skip("no int8 products here")
+    generator = torch.Generator().manual_seed(0)
+    layer = torch.nn.Linear(64, 32)
+    x = torch.randn(5, 64, generator=generator)
+    x[2] *= 1000  # one token far larger than the rest
+    exact = layer(x)
+    got = Int8Linear(layer.weight.detach(), layer.bias.detach())(x)
+    scale = exact.abs().amax(1, keepdim=True)
+    assert ((got - exact).abs() / scale).max() < 0.03
+    tree = HfTreeModel(rand(tmp_path, initializer_range=0.3), vocab_size=VOCAB, int8=True)
+    tree.require_tree()
+    assert not tree.notes
 
 
 def test_architectures_without_a_tree_are_refused_by_name(tmp_path):
