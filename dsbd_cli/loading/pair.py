@@ -62,6 +62,10 @@ def load(
     # The draft is looked at before the target, whose download or conversion may take minutes.
     draft_place = locate(sources[1], "draft", spec.draft_revision, cache, tell) if want_draft else None
     place = locate(sources[0], "target", spec.revision, cache, tell)
+    if place.shared:
+        raise UserError(
+            f"target {place.source.text} has no embeddings of its own: it is a draft for another model"
+        )
     trust = spec.trust_remote_code
     with quiet_transformers(downloads=progress is not None):
         config = load_config(place, trust)

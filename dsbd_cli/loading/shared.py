@@ -67,6 +67,11 @@ def load_shared(
     text.vocab_size, text.pad_token_id = _STAND_IN_ROWS, None
     draft = AutoModelForCausalLM.from_config(small, trust_remote_code=trust)
     borrowed = _borrowed(draft)
+    sizes = {name: tensor.shape for name, tensor in draft.named_parameters()}
+    for name, tensor in weights.items():
+        if name in sizes and tensor.shape != sizes[name]:
+            raise UserError(f"{place.role} {path}: {name} is {list(tensor.shape)}, which does not fit its config "
+                            f"({list(sizes[name])}): was the draft made for this target?")  # fmt: skip
     missing, unexpected = draft.load_state_dict(weights, strict=False)
     lacking = [name for name in missing if name not in borrowed]
     if lacking or unexpected:

@@ -19,7 +19,11 @@ TEMPLATE = "{% for m in messages %}<|im_start|>{{ m.content }}<|im_end|>{% endfo
 
 def vocabulary() -> list[str]:
     """Control tokens, the 256 bytes, the merged pairs."""
-    return [*CONTROL, *sorted(pre_tokenizers.ByteLevel.alphabet()), *(pair.replace(" ", "") for pair in MERGES)]
+    return [
+        *CONTROL,
+        *sorted(pre_tokenizers.ByteLevel.alphabet()),
+        *(pair.replace(" ", "") for pair in MERGES),
+    ]
 
 
 def tiny_llama(seed: int = 0, tied: bool = True) -> LlamaForCausalLM:

@@ -112,7 +112,9 @@ def test_broken_folder_is_one_line(tmp_path, kind, said, role, monkeypatch):
     from dsbd_cli.loading import pair
 
     own = pair.load_weights
-    monkeypatch.setattr(pair, "load_weights", lambda place, *rest: (loaded.append(place.role), own(place, *rest))[1])
+    monkeypatch.setattr(
+        pair, "load_weights", lambda place, *rest: (loaded.append(place.role), own(place, *rest))[1]
+    )
     good, bad = str(tmp_path / "good"), str(tmp_path / "bad")
     spec = PairSpec(bad, good) if role == "target" else PairSpec(good, bad)
     with pytest.raises(UserError) as caught:
@@ -130,12 +132,16 @@ def test_whole_shards_and_torch_files_load(tmp_path):
     ids = torch.tensor([[0, 5, 6]])
     sharded(tmp_path / "m")
     with torch.no_grad():
-        assert torch.equal(load_pair(PairSpec(str(tmp_path / "m"))).target.model(ids).logits, model(ids).logits)
+        assert torch.equal(
+            load_pair(PairSpec(str(tmp_path / "m"))).target.model(ids).logits, model(ids).logits
+        )
     rand(tmp_path / "b")
     (tmp_path / "b" / "model.safetensors").unlink()
     torch.save(model.state_dict(), tmp_path / "b" / "pytorch_model.bin")
     with torch.no_grad():
-        assert torch.equal(load_pair(PairSpec(str(tmp_path / "b"))).target.model(ids).logits, model(ids).logits)
+        assert torch.equal(
+            load_pair(PairSpec(str(tmp_path / "b"))).target.model(ids).logits, model(ids).logits
+        )
 
 
 def test_remote_code_is_refused_unless_allowed(tmp_path):
@@ -145,7 +151,7 @@ def test_remote_code_is_refused_unless_allowed(tmp_path):
     config["auto_map"] = {"AutoConfig": "code.MyConfig", "AutoModelForCausalLM": "code.MyModel"}
     (tmp_path / "m" / "config.json").write_text(json.dumps(config))
     (tmp_path / "m" / "code.py").write_text("raise SystemExit('ran')")
-    with pytest.raises(UserError, match="brings modelling code of its own.*--trust-remote-code"):
+    with pytest.raises(UserError, match=r"brings modelling code of its own.*--trust-remote-code"):
         load_pair(PairSpec(str(tmp_path / "m")))
 
 

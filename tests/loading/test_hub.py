@@ -54,9 +54,18 @@ def test_local_folder_never_touches_the_network(tmp_path):
         "from dsbd_cli.loading import PairSpec, load_pair\n"
         "print(load_pair(PairSpec('./t', './d')).vocab_size)\n"
     )
-    environment = {"PATH": "/usr/bin:/bin", "PYTHONPATH": str(Path(__file__).parents[2]), "HOME": str(tmp_path)}
+    environment = {
+        "PATH": "/usr/bin:/bin",
+        "PYTHONPATH": str(Path(__file__).parents[2]),
+        "HOME": str(tmp_path),
+    }
     done = subprocess.run(
-        [sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", code],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
     )
     assert done.stdout.strip() == "259", done.stderr
     assert "NETWORK" not in done.stderr
@@ -81,7 +90,7 @@ def test_missing_path_hints_at_its_neighbour(tmp_path, monkeypatch):
 def test_a_missing_draft_is_said_before_the_target_loads(tmp_path, monkeypatch):
     rand(tmp_path / "t")
     monkeypatch.setattr("dsbd_cli.loading.pair.load_weights", lambda *_: pytest.fail("loaded the target"))
-    with pytest.raises(UserError, match="^draft ./typo: no such folder"):
+    with pytest.raises(UserError, match=r"^draft ./typo: no such folder"):
         load_pair(PairSpec(str(tmp_path / "t"), "./typo"))
 
 
@@ -111,7 +120,7 @@ def test_cached_without_its_weights_is_one_line(hub_cache, tmp_path, monkeypatch
     rand(tmp_path / "m")
     (tmp_path / "m" / "model.safetensors").unlink()
     put_into_cache(hub_cache, "org/name", tmp_path / "m")
-    with pytest.raises(UserError, match="^target org/name: part of its model is not in the local cache"):
+    with pytest.raises(UserError, match=r"^target org/name: part of its model is not in the local cache"):
         load_pair(PairSpec("org/name"))
 
 
@@ -145,7 +154,10 @@ def hub_error(name: str) -> Exception:
 @pytest.mark.parametrize(
     ("error", "said"),
     [
-        ("GatedRepoError", r"is gated: accept its licence at https://huggingface.co/org/name, then set HF_TOKEN"),
+        (
+            "GatedRepoError",
+            r"is gated: accept its licence at https://huggingface.co/org/name, then set HF_TOKEN",
+        ),
         ("RepositoryNotFoundError", r"neither a folder here nor a model that the hub shows you .*HF_TOKEN"),
         ("RevisionNotFoundError", r"has no revision 'v9' on the hub"),
         ("RemoteEntryNotFoundError", r"has no config.json on the hub"),

@@ -75,7 +75,9 @@ def test_special_tokens_are_the_targets(tmp_path):
     assert pair.eos_ids == (1,)
     assert pair.tokenizer.convert_ids_to_tokens(2) == "<|eot|>"
     assert other.convert_ids_to_tokens(2) == "<|eot|>"
-    assert pair.notes == ["1 special token(s) differ, the target's are used: 2 is '<|eot|>', in the draft '<|fim|>'"]
+    assert pair.notes == [
+        "1 special token(s) differ, the target's are used: 2 is '<|eot|>', in the draft '<|fim|>'"
+    ]
 
 
 @pytest.mark.parametrize(
@@ -185,7 +187,9 @@ def test_spec_checks_itself(given, said):
 def test_replace_knows_its_fields():
     spec = PairSpec("t").replace(draft="d", target_dtype="torch.bfloat16")
     assert (spec.draft, spec.target_dtype) == ("d", "bfloat16")
-    with pytest.raises(UserError, match=r"unknown option 'target_dtyp' of a pair \(did you mean target_dtype\?\)"):
+    with pytest.raises(
+        UserError, match=r"unknown option 'target_dtyp' of a pair \(did you mean target_dtype\?\)"
+    ):
         spec.replace(target_dtyp="float32")
 
 

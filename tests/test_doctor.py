@@ -1,0 +1,94 @@
+"""`dsbd doctor` says what is there and never falls ill itself."""
+
+from __future__ import annotations
+
+import json
+import sys
+import types
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from dsbd_cli.cli import doctor
+
+app = typer.Typer()
+app.command()(doctor.doctor)
+
+
+def nvml(mode: str) -> types.ModuleType:
+    """A stand-in for pynvml: `absent`, `ok`, `noenergy` or `nothing`."""
+    module = types.ModuleType("pynvml")
+
+    class NVMLError(Exception):
+        pass
+
+    def refuse(*_):
+        raise NVMLError("Not Supported")
+
+    def init():
+        if mode == "absent":
+            raise NVMLError("NVML Shared Library Not Found")
+
+    module.NVMLError = NVMLError
+    module.nvmlInit = init
+    module.nvmlShutdown = lambda: None
+    module.nvmlDeviceGetCount = lambda: 2
+    module.nvmlDeviceGetHandleByIndex = lambda index: index
+    module.nvmlDeviceGetName = lambda handle: b"Card [x]" if handle == 0 else "Other card"
+    module.nvmlDeviceGetPowerUsage = refuse if mode == "nothing" else lambda handle: 50_000
+    module.nvmlDeviceGetTotalEnergyConsumption = refuse if mode != "ok" else lambda handle: 1
+    return module
+
+
+@pytest.mark.parametrize(
+    ("mode", "said"),
+    [
+        ("absent", "no NVML (NVML Shared Library Not Found)"),
+        ("ok", "nvml 0: Card [x], energy counter"),
+        ("noenergy", "nvml 1: Other card, no energy counter, power reading only"),
+        ("nothing", "nvml 0: Card [x], neither energy counter nor power reading"),
+    ],
+)
+def test_energy_counters(monkeypatch, mode, said):
+    monkeypatch.setitem(sys.modules, "pynvml", nvml(mode))
+    result = CliRunner().invoke(app, [])
+    assert result.exit_code == 0, result.output
+    assert said in result.stdout
+
+
+def test_without_the_module(monkeypatch):
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    assert "nvidia-ml-py is not installed" in CliRunner().invoke(app, []).stdout
+
+
+def test_json_is_one_document(monkeypatch, tmp_path):
+    monkeypatch.setenv("DSBD_CACHE", str(tmp_path / "none"))
+    result = CliRunner().invoke(app, ["--json"])
+    report = json.loads(result.stdout)
+    assert set(report) == {"dsbd", "python", "packages", "devices", "energy", "hub", "cache", "presets"}
+    assert report["packages"]["transformers"]
+    assert report["devices"][0].startswith("cpu: ")
+    assert report["cache"] == f"{tmp_path / 'none'} (empty)"
+    assert report["presets"]["qwen3-8b"] == "target to be downloaded, draft to be downloaded"
+
+
+def test_presets_on_disk_are_seen(monkeypatch, tmp_path):
+    from dsbd_cli.loading.gguf_cache import folder_of_sum
+    from dsbd_cli.loading.wheel import SMOLLM2
+
+    monkeypatch.setenv("DSBD_CACHE", str(tmp_path))
+    before = doctor.examine()["presets"]["smol"]
+    folder_of_sum(SMOLLM2.sha256, tmp_path).mkdir(parents=True)
+    after = doctor.examine()["presets"]["smol"]
+    assert before.startswith("target to be downloaded")
+    assert after.startswith("target on disk")
+
+
+def test_a_part_that_breaks_is_reported(monkeypatch):
+    def broken():
+        raise RuntimeError("driver\nfell over")
+
+    monkeypatch.setattr(doctor, "_devices", broken)
+    assert doctor.examine()["devices"] == "cannot be examined (RuntimeError: driver fell over)"
+    assert "fell over" in CliRunner().invoke(app, []).stdout
