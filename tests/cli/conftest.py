@@ -1,0 +1,107 @@
+"""`dsbd` run inside the test process: arguments and stdin in, exit code and the bytes of both streams out."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests import builders
+
+ROOT = Path(__file__).parents[2]
+METHODS = ("multinomial", "beam", "speculative", "specinfer", "dsbd")
+
+
+@dataclass(frozen=True)
+class Ran:
+    """How a command ended."""
+
+    code: int
+    out: bytes
+    err: str
+
+    @property
+    def text(self) -> str:
+        return self.out.decode("utf-8")
+
+    @property
+    def json(self) -> dict[str, Any]:
+        """Stdout as exactly one JSON document on one line."""
+        assert self.out.endswith(b"\n")
+        assert self.out.count(b"\n") == 1
+        return json.loads(self.out)
+
+    def refused(self, *words: str) -> None:
+        """The input was wrong: exit 2, one line on stderr with these words, nothing on stdout."""
+        lines = self.err.splitlines()
+        assert (self.code, self.out) == (2, b""), (self.code, self.out, self.err)
+        assert len(lines) == 1, self.err
+        assert lines[0].startswith("dsbd: ")
+        for word in words:
+            assert word in lines[0], lines[0]
+
+
+Call = Callable[..., Ran]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_network(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Local folders are all that these tests may touch; a look-up on the hub would fail them."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HF_HUB_OFFLINE", "1")
+        patch.setenv("DSBD_CACHE", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
+@pytest.fixture
+def dsbd(capsysbinary: pytest.CaptureFixture[bytes], monkeypatch: pytest.MonkeyPatch) -> Call:
+    """Run a command line: `dsbd("generate", "hi", "--target", folder)`."""
+    from dsbd_cli.cli.main import run
+
+    def call(*arguments: str | Path, stdin: bytes = b"") -> Ran:
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin)))
+        capsysbinary.readouterr()
+        code = run([str(argument) for argument in arguments])
+        out, err = capsysbinary.readouterr()
+        return Ran(code, out, err.decode("utf-8"))
+
+    return call
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
+    """`models("rand", seed=1)`: the folder of a model made by a builder, each made once."""
+    made: dict[str, str] = {}
+    base = tmp_path_factory.mktemp("models")
+
+    def get(builder: str, *arguments: Any, **options: Any) -> str:
+        key = repr((builder, arguments, sorted(options.items())))
+        if key not in made:
+            folder = base / str(len(made))
+            getattr(builders, builder)(folder, *arguments, **options)
+            made[key] = str(folder)
+        return made[key]
+
+    return get
+
+
+def pair(target: str, draft: str | None = None) -> list[str]:
+    """The options that name a pair; the target drafts for itself where no draft is given."""
+    return ["--target", target, "--draft", draft or target]
+
+
+def program(*arguments: str | Path) -> list[str]:
+    """The same command as a process of its own."""
+    return [sys.executable, "-c", "from dsbd_cli.cli.main import main; main()", *map(str, arguments)]
+
+
+def environment(**more: str) -> dict[str, str]:
+    """For `program`: this checkout, one thread, no network."""
+    return os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"} | more

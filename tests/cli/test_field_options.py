@@ -1,0 +1,351 @@
+"""Field cases about options, prompts and presets (G10 to G12, G17, G18, G22, G24, G26)."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers.processors import TemplateProcessing
+
+from tests import builders
+from tests.cli.conftest import METHODS, Call, pair
+
+Models = Callable[..., str]
+
+
+@pytest.fixture(scope="module")
+def rand_pair(models: Models) -> list[str]:
+    return pair(models("rand"), models("rand", seed=1))
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_g10_temperature_0_is_greedy_for_every_method(
+    dsbd: Call, rand_pair: list[str], method: str, tmp_path: Path
+) -> None:
+    preset = tmp_path / "warm.yaml"
+    preset.write_text("temperature: 1\ntop_k: 0\n")
+
+    def ids(*options: str) -> list[int]:
+        command = [
+            "generate",
+            "hello",
+            "--preset",
+            str(preset),
+            *rand_pair,
+            "--max-new-tokens",
+            "12",
+            "--json",
+        ]
+        ran = dsbd(*command, "--method", method, *options)
+        assert ran.code == 0, ran.err
+        return ran.json["token_ids"]
+
+    greedy = [
+        ids("--temperature", value, "--seed", str(seed)) for value in ("0", "0.0") for seed in (1, 2, 3)
+    ]
+    assert all(one == greedy[0] for one in greedy)
+    # One greedy text for all methods: that of the target alone.
+    alone = dsbd("generate", "hello", *rand_pair, "--method", "multinomial", "--temperature", "0",
+                 "--max-new-tokens", "12", "--json").json  # fmt: skip
+    assert greedy[0] == alone["token_ids"]
+    assert ids("--temperature", "1e-6", "--seed", "1") == greedy[0]
+    assert ids("--temperature", "1e-300", "--seed", "1") == greedy[0]
+    assert ids("--seed", "1") != greedy[0]
+    preset.write_text("temperature: 0\n")
+    assert ids("--seed", "5") == greedy[0]
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_g11_the_best_token_always_survives(dsbd: Call, rand_pair: list[str], method: str) -> None:
+    def ids(*options: str) -> list[int]:
+        ran = dsbd("generate", "hello", *rand_pair, "--method", method, "--max-new-tokens", "10", "--seed", "3",
+                   "--json", *options)  # fmt: skip
+        assert ran.code == 0, ran.err
+        return ran.json["token_ids"]
+
+    greedy = ids("--temperature", "0")
+    for top_p in ("0", "1e-9", "1e-3"):
+        assert ids("--top-p", top_p) == greedy
+        assert ids("--top-p", top_p, "--top-k", "0") == greedy
+    assert ids("--top-k", "1") == greedy
+    # Too large a k is no filter, and 0 is off: all the same as the whole vocabulary.
+    off = ids("--top-k", "0", "--top-p", "1")
+    # (Beams share one joint, so there a k of the vocabulary's size still cuts.)
+    for top_k in ("1000000",) if method in ("beam", "dsbd") else ("259", "260", "1000000"):
+        assert ids("--top-k", top_k, "--top-p", "1") == off
+    assert len(ids("--top-k", "258", "--top-p", "1")) == 10
+    for dtype in ("bfloat16",):
+        narrow = ids("--dtype", dtype, "--top-p", "1e-3")
+        assert narrow == ids("--dtype", dtype, "--temperature", "0")
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--temperature", "-1"], ["temperature", "-1"]),
+        (["--temperature", "nan"], ["temperature", "nan"]),
+        (["--temperature", "inf"], ["temperature"]),
+        (["--temperature", "warm"], ["--temperature", "number"]),
+        (["--top-p", "1.5"], ["top-p", "1.5"]),
+        (["--top-p", "-0.1"], ["top-p", "-0.1"]),
+        (["--top-p", "nan"], ["top-p"]),
+        (["--top-k", "-1"], ["top-k", "-1"]),
+        (["--top-k", "1.5"], ["top-k"]),
+        (["--width", "0"], ["width"]),
+        (["--draft-width", "0"], ["draft-width"]),
+        (["--gamma", "-1"], ["gamma"]),
+        (["--max-new-tokens", "-1"], ["max-new-tokens"]),
+        (["--num-return", "5"], ["num-return", "4"]),
+        (["--num-return", "2", "--method", "speculative"], ["num-return"]),
+        (["--method", "greedy"], ["greedy", "dsbd, beam"]),
+        (["--method", "dsdb"], ["did you mean dsbd"]),
+        (["--verify", "all"], ["verify"]),
+        (["--threshold", "0"], ["threshold"]),
+        (["--threshold", "much"], ["threshold", "none"]),
+        (["--min-width", "9"], ["min-width 9", "width 4"]),
+        (["--tree", "2,0"], ["tree"]),
+        (["--tree", "a"], ["tree"]),
+        (["--tree", "2,2"], ["tree", "specinfer"]),
+        (["--method", "specinfer", "--tree", "2,2", "--gamma", "2"], ["gamma", "tree"]),
+        (["--deterministic", "--temperature", "1"], ["temperature", "deterministic"]),
+        (["--deterministic", "--top-k", "10"], ["top-k"]),
+        (["--deterministic", "--kv", "one"], ["kv"]),
+        (["--deterministic", "--threshold", "0.9"], ["threshold"]),
+        (["--deterministic", "--method", "multinomial"], ["deterministic"]),
+        (["--early-stopping", "true"], ["early-stopping", "first"]),
+        (["--kv", "two"], ["kv"]),
+        (["--seed", "-1"], ["seed"]),
+        (["--stop", ""], ["stop"]),
+        (["--length-penalty", "nan"], ["length-penalty"]),
+        (["--repetition-penalty", "1.2"], ["repetition-penalty"]),
+        (["--min-p=0.1"], ["min-p", "top-p"]),
+        (["--num-beams", "4"], ["--width"]),
+        (["--temperatur", "1"], ["--temperatur", "temperature"]),
+        (["--device", "tpu"], ["device", "tpu"]),
+        (["--device", "cuda:99"], ["cuda:99"]),
+        (["--dtype", "int8"], ["dtype", "int8"]),
+        (["--trace"], ["--trace"]),
+        (["more", "words"], ["words"]),
+        (["--lines"], ["PROMPT", "--lines"]),
+        (["--input", "x.txt"], ["--output"]),
+        (["--output", "x.jsonl"], ["--input"]),
+    ],
+)  # fmt: skip
+def test_wrong_options_are_one_line_and_exit_2(
+    dsbd: Call, rand_pair: list[str], options: list[str], words: list[str]
+) -> None:
+    dsbd("generate", "hi", *rand_pair, *options).refused(*words)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "stdin", "said"),
+    [
+        (["hi"], b"", "hi"),
+        (["hi"], b"not this", "hi"),
+        ([], b"hi", "hi"),
+        ([], b"hi\n", "hi"),
+        ([], b"hi\r\n", "hi"),
+        ([], b"hi\n\n", "hi\n"),
+        (["-"], b"hi\n", "hi"),
+        (["--", "-5 degrees"], b"", "-5 degrees"),
+        (["--", "-"], b"hi", "hi"),
+        ([], "héllo 🙂\n".encode(), "héllo 🙂"),
+    ],
+)
+def test_g12_how_a_prompt_arrives(
+    dsbd: Call, rand_pair: list[str], arguments: list[str], stdin: bytes, said: str
+) -> None:
+    options = ["--max-new-tokens", "1", "--show-tokens"]
+    ran = dsbd("generate", *rand_pair, *options, *arguments, stdin=stdin)
+    assert ran.code == 0, ran.err
+    ids = " ".join(str(token) for token in builders_ids(said))
+    assert f"prompt tokens: {ids}\n" in ran.err
+
+
+def builders_ids(text: str) -> list[int]:
+    from tokenizers import pre_tokenizers
+
+    from tests.builders import SPECIAL
+
+    alphabet = {
+        char: len(SPECIAL) + place for place, char in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))
+    }
+    split = pre_tokenizers.ByteLevel(add_prefix_space=False).pre_tokenize_str(text)
+    return [alphabet[char] for piece, _ in split for char in piece]
+
+
+@pytest.mark.parametrize(("arguments", "stdin"), [([""], b""), ([], b""), ([], b"\n"), (["-"], b"")])
+def test_g12_an_empty_prompt_starts_from_bos(
+    dsbd: Call, models: Models, tmp_path: Path, arguments: list[str], stdin: bytes
+) -> None:
+    target = models("says", "A")
+    ran = dsbd("generate", *pair(target), *arguments, "--show-tokens", stdin=stdin)
+    assert (ran.code, ran.out) == (0, b"A\n")
+    assert "prompt tokens: 0\n" in ran.err
+    without = tmp_path / "t"
+    shutil.copytree(target, without)
+    tokenizer = builders.tok(without, ["A"])
+    tokenizer.bos_token = None
+    tokenizer.save_pretrained(str(without))
+    dsbd("generate", *pair(str(without)), *arguments, stdin=stdin).refused("empty", "BOS")
+
+
+def test_g12_prompts_that_are_not_text(dsbd: Call, rand_pair: list[str]) -> None:
+    dsbd("generate", *rand_pair, stdin=b"caf\xe9").refused("UTF-8", "byte 3")
+    dsbd("generate", *rand_pair, "caf\udce9").refused("UTF-8")
+
+
+def template_model(models: Models, folder: Path, template: str | None) -> str:
+    """A model whose tokenizer adds BOS itself and has this chat template."""
+    shutil.copytree(models("says", "A"), folder)
+    tokenizer = builders.tok(folder, ["A"])
+    core: Any = tokenizer._tokenizer
+    core.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    tokenizer.chat_template = template
+    tokenizer.save_pretrained(str(folder))
+    return str(folder)
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("mode", [[], ["--raw"]])
+def test_g17_exactly_one_bos(
+    dsbd: Call, models: Models, tmp_path: Path, method: str, mode: list[str]
+) -> None:
+    template = "{{ bos_token }}{% for m in messages %}{{ m.content }}{% endfor %}"
+    target = template_model(models, tmp_path / "t", template)
+    for prompt in ("hi", "<s>hi"):
+        ran = dsbd("generate", prompt, *pair(target), "--method", method, "--show-tokens", *mode)
+        assert ran.code == 0, ran.err
+        assert f"prompt tokens: 0 {' '.join(map(str, builders_ids('hi')))}\n" in ran.err
+
+
+def test_g18_templates_that_are_missing_refuse_or_break(dsbd: Call, models: Models, tmp_path: Path) -> None:
+    said = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
+    picky = (
+        "{% if messages[0].role == 'system' %}{{ raise_exception('no system role here') }}{% endif %}" + said
+    )
+    refuses = "{{ raise_exception('turns must alternate') }}"
+    make = lambda name, template: template_model(models, tmp_path / name, template)  # noqa: E731
+
+    plain = make("plain", None)
+    assert dsbd("generate", "hi", *pair(plain)).code == 0
+    dsbd("generate", "hi", *pair(plain), "--system", "be kind").refused("chat template", "system")
+    folded = dsbd("generate", "hi", *pair(make("picky", picky)), "--system", "be kind", "--show-tokens")
+    assert folded.code == 0, folded.err
+    assert (
+        f"prompt tokens: {' '.join(map(str, builders_ids('[user]be kind' + chr(10) * 2 + 'hi')))}\n"
+        in folded.err
+    )
+    assert "takes no system turn" in folded.err
+    dsbd("generate", "hi", *pair(make("refuses", refuses))).refused("turns must alternate", "--raw")
+    assert dsbd("generate", "hi", *pair(str(tmp_path / "refuses")), "--raw").code == 0
+    dsbd("generate", "hi", *pair(make("broken", "{% for m in %}"))).refused("template")
+    dsbd("generate", "hi", *pair(make("well", said)), "--system", "x", "--raw").refused("--system", "raw")
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_g22_target_and_draft_in_different_dtypes(
+    dsbd: Call, models: Models, tmp_path: Path, method: str
+) -> None:
+    preset = tmp_path / "mixed.yaml"
+    preset.write_text("target_dtype: float32\ndraft_dtype: bfloat16\ntarget_device: cpu\ndraft_device: cpu\n")
+    ran = dsbd("generate", "hi", "--preset", preset, *pair(models("rand"), models("rand", seed=1)), "--method",
+               method, "--max-new-tokens", "10", "--seed", "1", "--json")  # fmt: skip
+    assert ran.code == 0, ran.err
+    assert ran.json["models"]["target"]["dtype"] == "float32"
+    if ran.json["models"]["draft"] is not None:
+        assert ran.json["models"]["draft"]["dtype"] == "bfloat16"
+
+
+HOSTILE = "a [/INST] list[int] [red]x[/red] :smile: \x1b[2J" + "w" * 300
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_g24_the_models_words_are_left_alone(
+    dsbd: Call, models: Models, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    target = models("says", HOSTILE)
+    for columns in ("20", "80", "1000"):
+        monkeypatch.setenv("COLUMNS", columns)
+        assert dsbd("generate", "hi", *pair(target), "--method", method).out == (HOSTILE + "\n").encode()
+        assert dsbd("generate", "hi", *pair(target), "--method", method, "--json").json["text"] == HOSTILE
+        lines = dsbd("generate", *pair(target), "--method", method, "--lines", stdin=b"a\nb\n")
+        assert lines.out.count(b"\n") == 2
+
+
+def test_g24_names_of_files_are_no_markup_either(dsbd: Call, tmp_path: Path) -> None:
+    preset = tmp_path / "[red]x[b].yaml"
+    preset.write_text("widht: 4\n")
+    dsbd("generate", "hi", "--preset", preset).refused("[red]x[b].yaml", "widht", "width")
+    dsbd("generate", "hi", "--preset", tmp_path / "[x].yaml").refused("[x].yaml")
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b'width: "4"\n', ["line 1", "width"]),
+        (b"seed: 1\nwidth: 4.0\n", ["line 2", "width"]),
+        (b"width: 4\nwidth: 5\n", ["line 2", "width"]),
+        (b"widht: 4\n", ["line 1", "widht", "width"]),
+        (b"width:\t4\n\tgamma: 2\n", ["line"]),
+        (b"", ["empty"]),
+        (b"- a\n- b\n", [""]),
+        (b"stop: no\n", ["stop"]),
+        (b"width: !!python/object/apply:os.system [id]\n", ["line 1"]),
+        (b"width: 4\n---\nwidth: 5\n", [""]),
+        (b"temperature: .nan\n", ["temperature"]),
+        (b"top_p: 1.5\n", ["top-p"]),
+        (b"method: greedy\n", ["method"]),
+        (b"\xff\xfe\x00", [""]),
+        (b"width: [1\n", ["line"]),
+        (b"seed: 1\nkv: &a all\nverify: *b\n", ["line 3"]),
+    ],
+)  # fmt: skip
+def test_g26_presets_say_exactly_what_they_mean(
+    dsbd: Call, models: Models, tmp_path: Path, content: bytes, words: list[str]
+) -> None:
+    preset = tmp_path / "mine.yaml"
+    preset.write_bytes(content)
+    dsbd("generate", "hi", "--preset", preset, *pair(models("says", "A"))).refused("mine.yaml", *words)
+
+
+def test_g26_numbers_that_yaml_reads_as_texts(dsbd: Call, models: Models, tmp_path: Path) -> None:
+    preset = tmp_path / "mine.yaml"
+    preset.write_bytes(b"\xef\xbb\xbftemperature: 1e-1\nwidth: 3\nmax_new_tokens: 5\n")
+    got = dsbd("generate", "hi", "--preset", preset, *pair(models("says", "A")), "--json").json
+    assert got["settings"]["temperature"] == 0.1
+    assert got["settings"]["width"] == 3
+    dsbd("generate", "hi", "--preset", tmp_path / "none.yaml").refused("none.yaml")
+    dsbd("generate", "hi", "--preset", tmp_path).refused(str(tmp_path))
+    shown = dsbd("presets", "show", preset)
+    assert shown.code == 0, shown.err
+    assert "temperature: 0.1" in shown.text
+
+
+def test_the_command_line_beats_the_preset_and_0_and_false_are_values(
+    dsbd: Call, models: Models, tmp_path: Path
+) -> None:
+    preset = tmp_path / "mine.yaml"
+    preset.write_text("temperature: 1\ntop_k: 7\nraw: true\nthreshold: 0.5\nmax_new_tokens: 3\nseed: 9\n")
+    base = ["generate", "hi", "--preset", preset, *pair(models("says", "A")), "--json"]
+    got = dsbd(*base).json["settings"]
+    assert (got["temperature"], got["top_k"], got["raw"], got["threshold"], got["seed"]) == (
+        1.0,
+        7,
+        True,
+        0.5,
+        9,
+    )
+    given = ["--temperature", "0", "--top-k", "0", "--chat", "--threshold", "none", "--seed", "0"]
+    got = dsbd(*base, *given).json["settings"]
+    assert (got["temperature"], got["top_k"], got["raw"], got["threshold"], got["seed"]) == (
+        0.0,
+        0,
+        False,
+        None,
+        0,
+    )
+    assert dsbd(*base, "--max-new-tokens", "0").json["text"] == ""
