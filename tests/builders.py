@@ -120,7 +120,7 @@ def parrot(
     """A GPT-2 that says exactly `reply`, byte by byte, after `prompt`, then `eos`.
 
     Position p has a one-hot embedding and nothing else, so the head is a table from position to
-    token; beyond the reply only `eos` scores.
+    token; right behind the reply only `eos` scores.
     """
     tokenizer = tok(folder)
     start = len(tokenizer(prompt).input_ids)
@@ -133,7 +133,8 @@ def parrot(
             weight.zero_()
         body.ln_f.weight.fill_(1)
         body.wpe.weight.copy_(torch.eye(size))
-        model.lm_head.weight[eos] = 1e-3
+        # Not a small number everywhere: the final norm takes the mean away, and with it any constant row.
+        model.lm_head.weight[eos, start - 1 + len(ids)] = 1
         for place, token in enumerate(ids):
             model.lm_head.weight[token, start - 1 + place] = 1
     model.save_pretrained(str(folder))
