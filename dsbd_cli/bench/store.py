@@ -101,6 +101,10 @@ class Store:
                 f"{self.folder} holds results but no {RUN} that says what was run: give another --out"
             )
         there = there or {}
+        for name, arm in facts.get("arms", {}).items():
+            old = there.get("arms", {}).get(name)
+            if old is not None and (changed := differences(old, arm)) and self.has_results():
+                raise UserError(f"{self.folder}: {name} was begun with another {changed}: give another --out")
         sessions = [*there.get("sessions", []), facts["session"]]
         arms = {**there.get("arms", {}), **facts.get("arms", {})}
         rest = {name: value for name, value in facts.items() if name not in ("session", "arms")}

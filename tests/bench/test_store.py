@@ -117,7 +117,7 @@ def test_results_without_the_file_that_says_what_was_run_are_refused(open_store)
         store.claim(facts(a=1))
         store.append(record("one"))
     (open_store.folder / RUN).unlink()
-    with open_store() as store, pytest.raises(UserError, match="no run.json"):
+    with open_store() as store, pytest.raises(UserError, match=r"no run\.json"):
         store.claim(facts(a=1))
     (open_store.folder / RUN).write_text("{oops")
     with open_store() as store, pytest.raises(UserError, match="cannot be read"):

@@ -1,0 +1,207 @@
+"""Outside references: the same models under Hugging Face `generate`, and the target's own log-probability.
+
+`hf-sample` sampling, `hf-beam-sample` beams with sampling, `hf-beam-search` beams without, `hf-assisted`
+its speculative decoding with our draft. T, budget, EOS ids, length penalty and stop strings are ours; how
+beams and T are combined is Hugging Face's (per beam, not on the joint), so their law is another one.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from dsbd_cli.bench.arms import Arm
+from dsbd_cli.loading import Pair
+from dsbd_cli.settings import Settings
+from dsbd_cli.text import Detokenizer, first_stop
+
+_EARLY = {"first": True, "heuristic": False, "never": "never"}
+
+
+@dataclass(frozen=True)
+class HfAnswer:
+    """`token_ids` up to and with the EOS; `prefill_s` ends when the target's first forward returns."""
+
+    text: str
+    token_ids: list[int]
+    finish_reason: str
+    prefill_s: float | None
+    target_calls: int
+
+
+def generate(pair: Pair, arm: Arm, ids: Sequence[int], seed: int, stop: Sequence[str]) -> HfAnswer:
+    """One prompt through `generate`, as `arm` says."""
+    model, settings = pair.target.model, arm.settings
+    device = pair.target.device
+    inputs = torch.tensor([list(ids)], device=device)
+    options: dict[str, Any] = {}
+    if arm.method == "hf-assisted":
+        assert pair.draft is not None
+        options["assistant_model"] = pair.draft.model
+    if stop:
+        options["stopping_criteria"] = [_stops(pair, len(ids), stop)]
+    torch.manual_seed(seed)
+    with _own_defaults(pair, arm), _first_call(model, device) as clock, torch.inference_mode():
+        clock.begin()
+        output = model.generate(
+            inputs,
+            attention_mask=torch.ones_like(inputs),
+            generation_config=config_of(arm.method, settings, pair),
+            **options,
+        )
+    return _answer(pair, output[0, len(ids) :].tolist(), settings.max_new_tokens, stop, clock)
+
+
+def config_of(method: str, settings: Settings, pair: Pair) -> Any:
+    """`generate`'s settings for a method; nothing is inherited from the model's own."""
+    from transformers import GenerationConfig
+
+    eos = list(pair.eos_ids)
+    pad = pair.tokenizer.pad_token_id
+    values: dict[str, Any] = {
+        "max_new_tokens": settings.max_new_tokens,
+        "eos_token_id": eos or None,
+        "pad_token_id": pad if pad is not None else (eos[0] if eos else 0),
+        "use_cache": True,
+    }
+    if method in ("hf-beam-sample", "hf-beam-search"):
+        values |= {
+            "num_beams": settings.width,
+            "length_penalty": settings.length_penalty,
+            "early_stopping": _EARLY[settings.early_stopping],
+        }
+    samples = method != "hf-beam-search" and settings.temperature > 0
+    values["do_sample"] = samples
+    if samples:
+        values |= {"temperature": settings.temperature, "top_k": settings.top_k, "top_p": settings.top_p}
+    return GenerationConfig(**values)
+
+
+def _stops(pair: Pair, prompt: int, stop: Sequence[str]) -> Any:
+    """Stop strings as a criterion of our own: theirs misses one that ends inside an accepted block."""
+    from transformers import StoppingCriteria
+
+    detokenize = Detokenizer(pair.tokenizer)
+
+    class Stops(StoppingCriteria):
+        def __call__(self, input_ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
+            found = [first_stop(detokenize(row), stop) is not None for row in input_ids[:, prompt:].tolist()]
+            return torch.tensor(found, device=input_ids.device)
+
+    return Stops()
+
+
+@contextmanager
+def _own_defaults(pair: Pair, arm: Arm) -> Iterator[None]:
+    """Take the models' generation configs away for a while: penalties stored there would change the law."""
+    from transformers import GenerationConfig
+
+    models = [pair.target.model] + ([pair.draft.model] if pair.draft is not None else [])
+    kept = [model.generation_config for model in models]
+    for model in models:
+        model.generation_config = GenerationConfig()
+    if arm.method == "hf-assisted":
+        draft = models[1].generation_config
+        draft.num_assistant_tokens = max(1, arm.settings.gamma)
+        draft.num_assistant_tokens_schedule = "constant"
+        draft.assistant_confidence_threshold = 0.0
+    try:
+        yield
+    finally:
+        for model, config in zip(models, kept, strict=True):
+            model.generation_config = config
+
+
+class _Clock:
+    """When the target's first forward was over, and how many there were."""
+
+    def __init__(self) -> None:
+        self.calls, self.first = 0, 0.0
+        self._begin = 0.0
+
+    def begin(self) -> None:
+        self._begin = time.perf_counter()
+
+    @property
+    def prefill_s(self) -> float | None:
+        return self.first - self._begin if self.calls else None
+
+
+@contextmanager
+def _first_call(model: Any, device: torch.device) -> Iterator[_Clock]:
+    clock = _Clock()
+
+    def hook(*_: Any) -> None:
+        clock.calls += 1
+        if clock.calls == 1:
+            synchronize(device)
+            clock.first = time.perf_counter()
+
+    handle = model.register_forward_hook(hook)
+    try:
+        yield clock
+    finally:
+        handle.remove()
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until a device has done all it was given."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    elif device.type == "mps":
+        torch.mps.synchronize()
+
+
+def _answer(pair: Pair, ids: list[int], budget: int, stop: Sequence[str], clock: _Clock) -> HfAnswer:
+    """What `generate` returned, less the padding behind the EOS, with the reason it ended."""
+    end = next((at for at, token in enumerate(ids) if token in pair.eos_ids), None)
+    detokenize = Detokenizer(pair.tokenizer)
+    if end is not None:
+        ids, reason = ids[: end + 1], "eos"
+        text = detokenize(ids[:-1])
+    else:
+        ids = _unpadded(ids, detokenize, stop)
+        text = detokenize(ids)
+        reason = "length" if len(ids) >= budget else "early_stop"
+    at = first_stop(text, stop) if stop else None
+    if at is not None:
+        text, reason = text[:at], "stop"
+    return HfAnswer(text, ids, reason, clock.prefill_s, max(0, clock.calls - 1))
+
+
+def _unpadded(ids: list[int], detokenize: Callable[[Sequence[int]], str], stop: Sequence[str]) -> list[int]:
+    """Beams that ended by a stop string are padded behind it: cut after the token that completed it."""
+    if not stop or first_stop(detokenize(ids), stop) is None:
+        return ids
+    low, high = 1, len(ids)
+    while low < high:
+        middle = (low + high) // 2
+        if first_stop(detokenize(ids[:middle]), stop) is not None:
+            high = middle
+        else:
+            low = middle + 1
+    return ids[:low]
+
+
+@torch.inference_mode()
+def answer_logprob(pair: Pair, prompt_ids: Sequence[int], token_ids: Sequence[int]) -> float | None:
+    """l(x): sum of the target's raw log-softmax over the answer's tokens, by one teacher-forced forward.
+
+    Float32 log-softmax over the tokenizer's vocabulary, summed in float64; None for an empty answer. The
+    same count for every method, outside any timing window.
+    """
+    if not token_ids:
+        return None
+    model = pair.target.model
+    ids = torch.tensor([[*prompt_ids, *token_ids]], device=pair.target.device)
+    count = len(token_ids)
+    logits = model(input_ids=ids, use_cache=False, logits_to_keep=count + 1).logits
+    logits = logits[0, -(count + 1) : -1, : pair.vocab_size].float()
+    wanted = torch.tensor(list(token_ids), device=logits.device)
+    logps = torch.log_softmax(logits, dim=-1).gather(1, wanted[:, None])[:, 0]
+    return float(logps.double().sum().item())

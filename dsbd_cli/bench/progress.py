@@ -1,0 +1,172 @@
+"""How far a bench is, on stderr: a bar with running figures at a terminal, a line now and then elsewhere."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from dsbd_cli.tally import ratio
+
+EVERY_S = 30.0
+_ROWS = 14
+
+
+class Screen:
+    """stderr that may go away: what cannot be written is lost, and the run goes on."""
+
+    def __init__(self, stream: Any = None) -> None:
+        self._stream = stream if stream is not None else sys.stderr
+
+    def write(self, text: str) -> int:
+        with contextlib.suppress(OSError, ValueError):
+            self._stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with contextlib.suppress(OSError, ValueError):
+            self._stream.flush()
+
+    def isatty(self) -> bool:
+        try:
+            return bool(self._stream.isatty())
+        except (OSError, ValueError):
+            return False
+
+    def fileno(self) -> int:
+        return int(self._stream.fileno())
+
+    @property
+    def encoding(self) -> str:
+        return getattr(self._stream, "encoding", None) or "utf-8"
+
+
+def tell(line: str) -> None:
+    """One notice on stderr, if anyone still reads it."""
+    screen = Screen()
+    screen.write(f"dsbd: {line}\n")
+    screen.flush()
+
+
+class Figures:
+    """Running sums per arm."""
+
+    def __init__(self, primary: str) -> None:
+        self.primary = primary
+        self.arms: dict[str, dict[str, float]] = {}
+
+    def add(self, record: Mapping[str, Any]) -> None:
+        """Count one result."""
+        sums = self.arms.setdefault(
+            record["arm"], dict.fromkeys(("items", "scored", "score", "tokens", "seconds", "joules"), 0.0)
+        )
+        sums["items"] += 1
+        sums["tokens"] += record.get("new_tokens") or 0
+        sums["seconds"] += record.get("decode_s") or 0.0
+        sums["joules"] += record.get("energy_j") or 0.0
+        value = (record.get("score") or {}).get(self.primary)
+        if value is not None:
+            sums["scored"] += 1
+            sums["score"] += float(value)
+
+    def line(self, arm: str) -> tuple[str, str, str, str]:
+        """(items, score, tok/s, J/token) as text; n/a where unknown."""
+        sums = self.arms[arm]
+        score = ratio(sums["score"], sums["scored"])
+        speed = ratio(sums["tokens"], sums["seconds"])
+        joules = ratio(sums["joules"], sums["tokens"]) if sums["joules"] else None
+        return (
+            f"{sums['items']:.0f}",
+            "n/a" if score is None else f"{score:.3f}",
+            "n/a" if speed is None else f"{speed:.1f}",
+            "n/a" if joules is None else f"{joules:.3g}",
+        )
+
+
+class BenchProgress:
+    """A context manager around the run.
+
+    Args:
+        total, done: answers of this process, and how many of them an earlier run gave.
+        figures: running figures to show.
+        label: what is run.
+        visible: False shows nothing (ranks above 0).
+    """
+
+    def __init__(self, total: int, done: int, figures: Figures, label: str, visible: bool = True) -> None:
+        self._total, self._done, self._before = total, done, done
+        self._figures, self._label = figures, label
+        self._began = self._told = time.monotonic()
+        self._visible = visible
+        self._live: Any = None
+        self._stage = ""
+
+    def __enter__(self) -> BenchProgress:
+        screen = Screen()
+        if self._visible and screen.isatty():
+            from rich.console import Console
+            from rich.live import Live
+
+            console = Console(file=screen)  # type: ignore[arg-type]
+            self._live = Live(
+                console=console, get_renderable=self._picture, refresh_per_second=4, transient=True
+            )
+            self._live.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._live is not None:
+            self._live.stop()
+
+    def stage(self, text: str) -> None:
+        """What is being done now."""
+        self._stage = text
+        self._note()
+
+    def step(self, record: Mapping[str, Any]) -> None:
+        """One more answer is there."""
+        self._done += 1
+        self._figures.add(record)
+        self._note()
+
+    def _note(self) -> None:
+        if not self._visible or self._live is not None or time.monotonic() - self._told < EVERY_S:
+            return
+        self._told = time.monotonic()
+        tell(f"{self._done}/{self._total} answers, {self._clock()}{self._speeds()}")
+
+    def _clock(self) -> str:
+        spent = time.monotonic() - self._began
+        new = self._done - self._before
+        left = "" if not new else f", about {_span(spent / new * (self._total - self._done))} left"
+        return f"{_span(spent)}{left}"
+
+    def _speeds(self) -> str:
+        arms = list(self._figures.arms)[:6]
+        return "".join(f"; {arm} {self._figures.line(arm)[2]} tok/s" for arm in arms)
+
+    def _picture(self) -> Any:
+        from rich.console import Group
+        from rich.progress_bar import ProgressBar
+        from rich.table import Table
+        from rich.text import Text
+
+        head = Text(f"{self._label}\n{self._done} of {self._total} answers, {self._clock()}  {self._stage}")
+        bar = ProgressBar(total=max(1, self._total), completed=self._done, width=48)
+        table = Table(box=None, pad_edge=False)
+        for name in ("arm", "items", "score", "tok/s", "J/token"):
+            table.add_column(name, justify="left" if name == "arm" else "right")
+        arms = list(self._figures.arms)
+        for arm in arms[:_ROWS]:
+            table.add_row(Text(arm), *self._figures.line(arm))
+        more = [Text(f"and {len(arms) - _ROWS} more arms")] if len(arms) > _ROWS else []
+        return Group(head, bar, table, *more)
+
+
+def _span(seconds: float) -> str:
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    minutes = seconds / 60
+    return f"{minutes:.0f} min" if minutes < 90 else f"{minutes / 60:.1f} h"

@@ -1,0 +1,97 @@
+"""Prompts as token ids, checked for all items before a model is loaded; none is ever cut."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from dsbd_cli.bench.datasets.records import Dataset, Item
+from dsbd_cli.errors import UserError
+from dsbd_cli.loading.spec import PairSpec
+from dsbd_cli.prompts import encode
+from dsbd_cli.settings import Settings
+
+
+@dataclass(frozen=True)
+class Prompter:
+    """Turns items into token ids for one target.
+
+    Attributes:
+        tokenizer: the target's.
+        vocab_size: ids below it are tokens.
+        limit: the target's context limit, or None.
+        settings: system text and `raw` are read.
+    """
+
+    tokenizer: Any
+    vocab_size: int
+    limit: int | None
+    settings: Settings
+
+    @property
+    def form(self) -> str:
+        """`chat template` or `plain text`."""
+        chat = self.tokenizer.chat_template and not self.settings.raw
+        return "chat template" if chat else "plain text"
+
+    def ids(self, item: Item, answers: Sequence[str]) -> list[int]:
+        """The next prompt of an item.
+
+        Raises:
+            UserError: the chat template refuses it.
+        """
+        prompt: Any = item.messages(answers) if self.form == "chat template" else item.text(answers)
+        return encode(prompt, self.tokenizer, self.settings, self.vocab_size)[0]
+
+    def fits(self, ids: Sequence[int]) -> bool:
+        """Whether the prompt leaves room for the whole budget."""
+        return self.limit is None or len(ids) + self.settings.max_new_tokens <= self.limit
+
+
+def check_prompts(prompter: Prompter, dataset: Dataset) -> Dataset:
+    """The data set less the items whose first prompt does not fit; those are counted in `skipped`.
+
+    Raises:
+        UserError: the template refuses a prompt, or no prompt fits.
+    """
+    fitting, longest = [], 0
+    for item in dataset.items:
+        ids = prompter.ids(item, [])
+        if prompter.fits(ids):
+            fitting.append(item)
+        else:
+            longest = max(longest, len(ids))
+    left_out = len(dataset.items) - len(fitting)
+    if not left_out:
+        return dataset
+    if not fitting:
+        raise UserError(
+            f"no prompt leaves room: up to {longest} prompt tokens, {prompter.settings.max_new_tokens} new tokens "
+            f"asked for, {prompter.limit} is the target's context limit"
+        )
+    skipped = {**dataset.skipped, f"prompt over the context limit of {prompter.limit}": left_out}
+    return dataclasses.replace(dataset, items=tuple(fitting), skipped=skipped)
+
+
+def prompter_of_spec(spec: PairSpec, settings: Settings) -> Prompter:
+    """A prompter from the target's tokenizer and config alone: nothing heavy is loaded.
+
+    Raises:
+        UserError: a source that is missing, broken or not reachable.
+    """
+    from dsbd_cli.loading import architecture, compat
+    from dsbd_cli.loading.cache import cache_root
+    from dsbd_cli.loading.model import load_config, load_tokenizer
+    from dsbd_cli.loading.place import locate
+    from dsbd_cli.loading.progress import silent
+    from dsbd_cli.loading.quiet import quiet_transformers
+    from dsbd_cli.loading.source import parse_source
+
+    place = locate(parse_source(spec.target, "target"), "target", spec.revision, cache_root(), silent)
+    with quiet_transformers():
+        config = load_config(place, spec.trust_remote_code)
+        tokenizer = load_tokenizer(place, spec.trust_remote_code)
+    vocab = compat.token_range(tokenizer) or config.get_text_config().vocab_size
+    return Prompter(tokenizer, vocab, architecture.max_positions_of(config), settings)
