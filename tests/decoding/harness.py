@@ -72,6 +72,10 @@ class Toy:
         run.hypotheses.pool = [self.node(trie, path) for path in state.pool]
         return run
 
+    def at(self, state: State) -> Run:
+        """A run to look at, not to go on with."""
+        return self.run(_NO, _NO, state)
+
     def node(self, trie: Trie, path: Path) -> Node:
         """The node of `path`, scored as the engine scores it: one addition a token."""
         node = trie.root
@@ -114,7 +118,7 @@ class Toy:
             for (layers, following, stopped), share in steps[state].items():
                 longer = history + layers
                 if stopped:
-                    done[outcome_of(self.run(_NO, _NO, following), longer)] += mass * share
+                    done[outcome_of(self.at(following), longer)] += mass * share
                 else:
                     key = (longer, following)
                     open_[key] = open_.get(key, 0.0) + mass * share

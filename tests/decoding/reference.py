@@ -99,9 +99,7 @@ def set_process(
         if len(pool) >= width:
             return True
         return (
-            early_stopping == "heuristic"
-            and bool(pool)
-            and max(map(score, pool)) >= max(map(score, active))
+            early_stopping == "heuristic" and bool(pool) and max(map(score, pool)) >= max(map(score, active))
         )
 
     while open_:

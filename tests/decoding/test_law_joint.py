@@ -164,5 +164,10 @@ def test_most_probable_breaks_ties_by_parent_then_token() -> None:
     logps = np.log(np.array([[0.2, 0.4, 0.4], [0.4, 0.2, 0.4]]))
     support = joint([0.0, 0.0], rows_of(logps, 0), Warp())
     picks = most_probable(support, 4)
-    assert [(int(support.parent[i]), int(support.token[i])) for i in picks] == [(0, 1), (0, 2), (1, 0), (1, 2)]
+    assert [(int(support.parent[i]), int(support.token[i])) for i in picks] == [
+        (0, 1),
+        (0, 2),
+        (1, 0),
+        (1, 2),
+    ]
     assert len(most_probable(support, 100)) == 6

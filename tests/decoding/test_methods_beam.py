@@ -17,19 +17,8 @@ from dsbd_cli.decoding.chance import SeededChance
 from tests.decoding.enumerating import total_variation
 from tests.decoding.harness import Toy, settings_for
 from tests.decoding.reference import Outcome, T, set_process
-from tests.decoding.table_model import PathLaw, by_path, mixed, split
+from tests.decoding.toys import DRAFTS, EOS, HEAD, OFF, ON, TWO
 
-EOS = (3,)
-OFF, ON, TWO, HEAD = T(), T(0.9, 3, 0.97), T(0.9, 2, 0.97), T(0.7, 0, 0.8)
-TARGET = by_path(42, 4)  # EOS is likely from the first token on, so that every stop rule bites
-OTHER = by_path(2, 4, spread=2.0)
-DRAFTS: dict[str, tuple[PathLaw, PathLaw]] = {
-    "good": (TARGET, mixed(TARGET, OTHER, 0.2)),
-    "equal": (TARGET, TARGET),
-    "bad": (TARGET, OTHER),
-    "disjoint": (split(TARGET, (0, 3), True), split(OTHER, (0, 3), False)),
-    "holes": (by_path(5, 4, zeros=0.4), by_path(6, 4, zeros=0.4)),
-}
 STOP_RULES = ("first", "heuristic", "never")
 VERIFY = ("paper", "continue", "cover")
 
@@ -49,14 +38,15 @@ def toy(draft: str, t: T, budget: int, **given: Any) -> Toy:
 
 @pytest.mark.parametrize("stop", STOP_RULES)
 @pytest.mark.parametrize("alpha", [0.0, 1.0, 2.0])
-def test_beam(stop: str, alpha: float) -> None:
-    """Three layers, replayed whole."""
-    case = toy("bad", ON, 3, method="beam", early_stopping=stop, length_penalty=alpha)
-    law = case.law()
+@pytest.mark.parametrize(("t", "budget"), [(ON, 3), (TWO, 4)], ids=["three layers", "four layers"])
+def test_beam(t: T, budget: int, stop: str, alpha: float) -> None:
+    """Replayed whole."""
+    law = toy("bad", t, budget, method="beam", early_stopping=stop, length_penalty=alpha).law()
     assert sum(law.values()) == pytest.approx(1, abs=1e-12)
-    assert total_variation(law, expected("bad", ON, 3, stop, alpha)) < 1e-9
-    for other in STOP_RULES:  # not one law under three names
-        assert other == stop or total_variation(law, expected("bad", ON, 3, other, alpha)) > 0.01
+    assert total_variation(law, expected("bad", t, budget, stop, alpha)) < 1e-9
+    if budget == 4:
+        others = [expected("bad", t, budget, rule, alpha) for rule in STOP_RULES if rule != stop]
+        assert all(total_variation(law, other) > 0.01 for other in others), "not one law of three names"
 
 
 @pytest.mark.parametrize(

@@ -14,19 +14,9 @@ from dsbd_cli.decoding.chance import SeededChance
 from tests.decoding.enumerating import total_variation
 from tests.decoding.harness import Toy, settings_for
 from tests.decoding.reference import T, sequence_law
-from tests.decoding.table_model import PathLaw, by_last, by_path, mixed, split
+from tests.decoding.table_model import by_last
+from tests.decoding.toys import DRAFTS, EOS, OFF, ON
 
-EOS = (3,)
-OFF, ON = T(), T(0.8, 3, 0.95)
-TARGET = by_path(1, 4)
-OTHER = by_path(2, 4, spread=2.0)
-DRAFTS: dict[str, tuple[PathLaw, PathLaw]] = {
-    "good": (TARGET, mixed(TARGET, OTHER, 0.2)),
-    "equal": (TARGET, TARGET),
-    "bad": (TARGET, OTHER),
-    "disjoint": (split(TARGET, (0, 3), True), split(OTHER, (0, 3), False)),
-    "holes": (by_path(5, 4, zeros=0.4), by_path(6, 4, zeros=0.4)),
-}
 METHODS: dict[str, dict[str, Any]] = {
     "multinomial": {"method": "multinomial"},
     "speculative 1": {"method": "speculative", "gamma": 1},

@@ -19,7 +19,6 @@ from dsbd_cli.decoding.width import (
 from tests.decoding.enumerating import law_of
 from tests.decoding.test_verify import PAIRS, drawn
 
-
 FEW = [name for name in PAIRS if name not in ("random 2", "random 3", "random 4", "random 5")]
 
 
