@@ -34,6 +34,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from benchmarks.kit.bandwidth import read_bytes
 from dsbd_cli.errors import DsbdError, UserError
 from dsbd_cli.loading import Pair, PairSpec, load_pair
 from dsbd_cli.loading.model import describe
@@ -106,15 +107,6 @@ def inflated(pair: Pair, sizes: Sizes | None = None, seed: int = 0) -> Pair:
     big = inflate(pair.target.model, sizes, seed=seed)
     target = describe(big, pair.target.source)
     return dataclasses.replace(pair, target=dataclasses.replace(target, name=f"{pair.target.name}-inflated"))
-
-
-def read_bytes(model: Any) -> int:
-    """Bytes of weights that a forward reads: all but the rows of an embedding table that is no head."""
-    table, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
-    weights = {id(weight): weight for weight in model.parameters()}
-    if table is not head:
-        weights.pop(id(table), None)
-    return sum(weight.numel() * weight.element_size() for weight in weights.values())
 
 
 def _check(model: Any, sizes: Sizes) -> None:
