@@ -102,15 +102,20 @@ class TreeCache:
 
     def update(self, key: Tensor, value: Tensor, layer_idx: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         """Write `key`, `value` ([1, heads, N, size]) at `slots`; returns both up to `used`."""
-        if layer_idx not in self.keys:
-            for store, like in ((self.keys, key), (self.values, value)):
-                shape = (1, like.shape[1], self.capacity, like.shape[3])
-                # Zeros, not empty: a masked slot has weight 0, but 0 x NaN is NaN.
-                store[layer_idx] = like.new_zeros(shape)
-        keys, values = self.keys[layer_idx], self.values[layer_idx]
+        keys, values = self.buffers(layer_idx, key.shape[1], key.shape[3], value.shape[3], key)
         keys.index_copy_(2, self.slots, key)
         values.index_copy_(2, self.slots, value)
         return keys[:, :, : self.used], values[:, :, : self.used]
+
+    def buffers(
+        self, layer: int, heads: int, key_size: int, value_size: int, like: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """A layer's keys and values, `[1, heads, capacity, size]` each, of the kind of `like`."""
+        if layer not in self.keys:
+            # Zeros, not empty: a masked slot has weight 0, but 0 x NaN is NaN.
+            self.keys[layer] = like.new_zeros((1, heads, self.capacity, key_size))
+            self.values[layer] = like.new_zeros((1, heads, self.capacity, value_size))
+        return self.keys[layer], self.values[layer]
 
     def get_seq_length(self, *_: Any, **__: Any) -> int:
         """Asked for positions and masks only, both of which are given: no sequence has a length here."""

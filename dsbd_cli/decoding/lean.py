@@ -11,15 +11,15 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
+from dsbd_cli.decoding import native
 from dsbd_cli.decoding.hf import layer_kinds
 from dsbd_cli.decoding.kv_pool import TreeCache
+from dsbd_cli.decoding.lean_layers import NativeLayer, Norm, TorchLayer
 from dsbd_cli.decoding.linears import (
     DenseLinear,
     Int8Linear,
-    Linear,
     PackedLinear,
     can_pack,
     can_quantize,
@@ -61,67 +61,6 @@ def kind_of_linear(model: Any, int8: bool) -> type:
     return DenseLinear
 
 
-class _Layer:
-    """One decoder layer: [N, hidden] to [N, hidden]."""
-
-    def __init__(self, index: int, layer: Any, kind: type, dtype: torch.dtype) -> None:
-        attention, mlp = layer.self_attn, layer.mlp
-        config = attention.config
-        self.index = index
-        self.head = int(attention.head_dim)
-        self.heads = int(config.num_attention_heads)
-        self.groups = int(config.num_key_value_heads)
-        self.scaling = float(attention.scaling)
-        self.qkv: Linear = fused([attention.q_proj, attention.k_proj, attention.v_proj], kind)
-        self.out: Linear = fused([attention.o_proj], kind)
-        self.gate_up: Linear = fused([mlp.gate_proj, mlp.up_proj], kind)
-        self.down: Linear = fused([mlp.down_proj], kind)
-        self.before, self.after = (
-            _Norm(layer.input_layernorm, dtype),
-            _Norm(layer.post_attention_layernorm, dtype),
-        )
-        self.q_norm = _Norm(attention.q_norm, dtype) if hasattr(attention, "q_norm") else None
-        self.k_norm = _Norm(attention.k_norm, dtype) if hasattr(attention, "k_norm") else None
-
-    def __call__(self, x: Tensor, cache: TreeCache, cos: Tensor, sin: Tensor, mask: Tensor) -> Tensor:
-        count, shared = len(x), self.heads // self.groups
-        qkv = self.qkv(self.before(x)).view(count, self.heads + 2 * self.groups, self.head)
-        value = qkv[:, self.heads + self.groups :]
-        turn = qkv[:, : self.heads + self.groups]
-        if self.q_norm is not None and self.k_norm is not None:
-            turn = torch.cat([self.q_norm(turn[:, : self.heads]), self.k_norm(turn[:, self.heads :])], 1)
-        # rotate_half with the sign moved into `sin`: x cos + roll(x) sin.
-        turn = torch.addcmul(turn * cos, turn.roll(self.head // 2, -1), sin)
-        keys, values = cache.update(
-            turn[:, self.heads :].transpose(0, 1)[None], value.transpose(0, 1)[None], self.index
-        )
-        query = turn[:, : self.heads]
-        if mask.shape[2] == shared * count:
-            # Heads that share keys become rows: nothing is repeated but the mask.
-            query = query.reshape(count, self.groups, shared, self.head).permute(1, 2, 0, 3)
-            query = query.reshape(1, self.groups, shared * count, self.head)
-            seen = F.scaled_dot_product_attention(query, keys, values, attn_mask=mask, scale=self.scaling)
-            seen = seen.view(self.groups, shared, count, self.head).permute(2, 0, 1, 3)
-        else:
-            seen = F.scaled_dot_product_attention(
-                query.transpose(0, 1)[None], keys, values, attn_mask=mask, scale=self.scaling, enable_gqa=True
-            )[0].transpose(0, 1)
-        x = self.out(seen.reshape(count, self.heads * self.head), x)
-        gate, up = self.gate_up(self.after(x)).chunk(2, -1)
-        return self.down(F.silu(gate).mul_(up), x)
-
-
-class _Norm:
-    """RMS norm over the last dimension."""
-
-    def __init__(self, norm: Any, dtype: torch.dtype) -> None:
-        self.weight = norm.weight.detach().to(dtype)
-        self.eps = float(norm.variance_epsilon)
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
-
-
 class LeanForward:
     """Takes the place of `hf.TreeForward` for the families it serves; same call.
 
@@ -133,6 +72,7 @@ class LeanForward:
     Attributes:
         dtype: of activations, keys and values.
         kind: the products it uses.
+        native: whether the steps between them are compiled C.
     """
 
     def __init__(self, model: Any, *, int8: bool = False, kind: type | None = None) -> None:
@@ -141,12 +81,12 @@ class LeanForward:
         inner = model.model
         self._embed: nn.Embedding = inner.embed_tokens
         self._rotary = inner.rotary_emb
-        self._layers = [_Layer(i, layer, self.kind, self.dtype) for i, layer in enumerate(inner.layers)]
-        self._norm = _Norm(inner.norm, self.dtype)
+        head = int(inner.layers[0].self_attn.head_dim)
+        self.native = self.kind is not DenseLinear and native.serves(self.dtype, head)
+        make = NativeLayer if self.native else TorchLayer
+        self._layers = [make(i, layer, self.kind, self.dtype) for i, layer in enumerate(inner.layers)]
+        self._norm = Norm(inner.norm, self.dtype)
         self._head = fused([model.lm_head], self.kind)
-        half = self._layers[0].head // 2
-        self._sign = torch.ones(2 * half, device=model.device, dtype=self.dtype)
-        self._sign[:half] = -1
 
     def __call__(
         self, cache: TreeCache, ids: Tensor, positions: Tensor, mask: Tensor, keep: Tensor | int = 0
@@ -154,11 +94,11 @@ class LeanForward:
         """Logits [K, V'] of the nodes named by `keep`; arguments as in `hf.TreeForward`."""
         x = self._embed(ids).to(self.dtype)
         cos, sin = self._rotary(x, positions[None])
-        cos, sin = cos[0, :, None], sin[0, :, None] * self._sign
-        shared = self._layers[0].heads // self._layers[0].groups
-        seen = mask.repeat(shared, 1) if len(ids) * shared <= _FOLD else mask
+        shared = self._layers[0].shared
+        folded = len(ids) * shared <= _FOLD
+        seen = (mask.repeat_interleave(shared, 0) if folded else mask)[None, None]
         for layer in self._layers:
-            x = layer(x, cache, cos, sin, seen[None, None])
+            x = layer(x, cache, cos[0], sin[0], seen)
         if isinstance(keep, int):
             x = x[-keep:] if keep else x
         else:

@@ -8,6 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dsbd_cli.decoding import native
+
 # Entries fetched beyond those asked for, so that a tie at the border can be seen and decided exactly.
 _MARGIN = 8
 _BLOCK = 128
@@ -39,6 +41,9 @@ def finite_rows(logits: Tensor, vocab: int) -> Tensor:
 
 def best_rows(logits: Tensor, vocab: int, count: int) -> Best:
     """The `count` most probable tokens of each row of `logits` [N, >= vocab]; one copy to the host."""
+    kernels = native.load() if logits.device.type == "cpu" and native.serves(logits.dtype) else None
+    if kernels is not None and logits.stride(-1) == 1:
+        return Best(*kernels.rows(logits, vocab, min(count, vocab)))
     logps = log_probabilities(logits, vocab)
     return best_of(logps, finite_rows(logits, vocab), count)
 

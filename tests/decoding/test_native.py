@@ -1,0 +1,111 @@
+"""The compiled steps are the tensor operations they replace, rounding included."""
+
+from __future__ import annotations
+
+import subprocess
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from dsbd_cli.decoding import native
+from dsbd_cli.decoding.native import Kernels
+
+DTYPES = [torch.float32, torch.bfloat16]
+
+
+@pytest.fixture
+def kernels() -> Kernels:
+    loaded = native.load()
+    if loaded is None:
+        pytest.skip("no C compiler here")
+    return loaded
+
+
+def close(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Equal in bfloat16, where every rounding is the same; a few units of float32 apart otherwise."""
+    if a.dtype == torch.bfloat16:
+        return torch.equal(a, b)
+    return torch.allclose(a, b, rtol=2e-6, atol=1e-6)
+
+
+def noise(*shape: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
+    return (3 * torch.randn(*shape, generator=torch.Generator().manual_seed(seed))).to(dtype)
+
+
+def rms(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """As Hugging Face's Llama computes it."""
+    wide = x.float()
+    wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+    return weight * wide.to(x.dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("width", [7, 64, 576])
+def test_rms(kernels, dtype, width):
+    x, weight = noise(5, width, dtype=dtype), noise(width, dtype=dtype, seed=1)
+    assert close(kernels.rms(x, weight, 1e-5), rms(x, weight, 1e-5))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_silu(kernels, dtype):
+    both = 10 * noise(5, 66, dtype=dtype)
+    both[0, :6] = torch.tensor([0.0, -0.0, 80.0, -80.0, 200.0, -60.0])
+    assert close(kernels.silu(both), F.silu(both[:, :33]) * both[:, 33:])
+    both[1, 3] = float("nan")
+    assert kernels.silu(both).isnan().sum() == 1
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("normed", [False, True])
+@pytest.mark.parametrize("shared", [1, 3])
+def test_rope(kernels, dtype, normed, shared):
+    count, groups, size, capacity = 4, 2, 16, 9
+    heads = groups * shared
+    qkv = noise(count, (heads + 2 * groups) * size, dtype=dtype)
+    cos, sin = noise(count, size, dtype=dtype, seed=1), noise(count, size, dtype=dtype, seed=2)
+    norms = (noise(size, dtype=dtype, seed=3), noise(size, dtype=dtype, seed=4)) if normed else None
+    slots = torch.tensor([3, 8, 1, 5])
+    keys, values = torch.zeros(2, 1, groups, capacity, size, dtype=dtype)
+    query = kernels.rope(qkv, cos, sin, slots, norms, keys, values, heads, 1e-6)
+
+    parts = qkv.view(count, heads + 2 * groups, size)
+    turn, value = parts[:, : heads + groups], parts[:, heads + groups :]
+    if norms is not None:
+        turn = torch.cat([rms(turn[:, :heads], norms[0], 1e-6), rms(turn[:, heads:], norms[1], 1e-6)], 1)
+    low, high = turn.chunk(2, -1)
+    turn = turn * cos[:, None] + torch.cat((-high, low), -1) * sin[:, None]
+    wanted = turn[:, :heads].view(count, groups, shared, size).transpose(1, 2).flatten(0, 1)
+    assert close(query, wanted)
+    assert close(keys[0][:, slots], turn[:, heads:].transpose(0, 1))
+    assert torch.equal(values[0][:, slots], value.transpose(0, 1))
+    untouched = [slot for slot in range(capacity) if slot not in slots]
+    assert not keys[0][:, untouched].any()
+    assert not values[0][:, untouched].any()
+
+
+def test_shrink_and_grow(kernels):
+    x = noise(4, 33, dtype=torch.float32)
+    x[2] = 0
+    small, sizes = kernels.shrink(x)
+    assert torch.allclose(small.abs().amax(1), torch.tensor([1.0, 1, 0, 1]))
+    add = noise(4, 33, dtype=torch.float32, seed=1)
+    assert torch.allclose(kernels.grow(small.clone(), sizes, None), x, atol=1e-5)
+    assert torch.allclose(kernels.grow(small.clone(), sizes, add), x + add, atol=1e-5)
+
+
+@pytest.mark.parametrize("trouble", ["switched off", "no compiler", "broken compiler", "cache not writable"])
+def test_without_kernels_everything_goes_on(trouble, monkeypatch, tmp_path):
+    monkeypatch.setenv("DSBD_CACHE", str(tmp_path))
+    monkeypatch.delenv("CC", raising=False)
+    if trouble == "switched off":
+        monkeypatch.setenv("DSBD_NATIVE", "0")
+    elif trouble == "no compiler":
+        monkeypatch.setattr(native.shutil, "which", lambda name: None)
+    elif trouble == "broken compiler":
+        monkeypatch.setenv("CC", "false")
+        with pytest.raises(subprocess.CalledProcessError):
+            native._built()
+    else:
+        (tmp_path / "native").write_text("a file where a folder should be")
+    assert native.load.__wrapped__() is None
