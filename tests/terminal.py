@@ -73,10 +73,10 @@ class Terminal:
     @property
     def text(self) -> str:
         """What was written, without escape codes and with plain line ends."""
-        return _ESCAPES.sub(b"", self.output).replace(b"\r\n", b"\n").decode("utf-8")
+        return _ESCAPES.sub(b"", self.output).replace(b"\r\n", b"\n").decode("utf-8", "replace")
 
     @property
     def after_panels(self) -> str:
         """What stays on the screen: everything written after the alternate screen was left."""
         rest = self.output.rpartition(b"\x1b[?1049l")[2]
-        return _ESCAPES.sub(b"", rest).replace(b"\r\n", b"\n").decode("utf-8")
+        return _ESCAPES.sub(b"", rest).replace(b"\r\n", b"\n").decode("utf-8", "replace")

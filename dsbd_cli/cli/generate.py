@@ -13,6 +13,7 @@ import typer
 from dsbd_cli.cli.options import Chosen, decoding_options
 from dsbd_cli.cli.output import Out, note
 from dsbd_cli.errors import UserError
+from dsbd_cli.ui.look import is_terminal, panel_stream
 
 if TYPE_CHECKING:
     from dsbd_cli.decoding.events import Event
@@ -103,11 +104,7 @@ def generate(
 
 def at_terminal() -> bool:
     """Whether panels can be drawn and the answer is for a person's eyes."""
-    if not sys.stdout.isatty():
-        return False
-    from dsbd_cli.ui.look import panel_stream
-
-    return panel_stream() is not None
+    return is_terminal(sys.stdout) and panel_stream() is not None
 
 
 def read_prompt(prompt: str | None) -> str:
@@ -120,9 +117,10 @@ def read_prompt(prompt: str | None) -> str:
         if any("\ud800" <= char <= "\udfff" for char in prompt):  # how Python hands on bytes it cannot read
             raise UserError("the prompt is not UTF-8 text: check the terminal's or the script's encoding")
         return prompt
-    if prompt is None and sys.stdin.isatty():
+    if prompt is None and is_terminal(sys.stdin):
         raise UserError('no prompt: dsbd generate "your prompt", or pipe it in (dsbd generate --help)')
-    return _utf8(sys.stdin.buffer.read(), "stdin").removesuffix("\n").removesuffix("\r")
+    data = sys.stdin.buffer.read() if sys.stdin is not None else b""
+    return _utf8(data, "stdin").removesuffix("\n").removesuffix("\r")
 
 
 def stdin_lines() -> Iterator[str]:
@@ -131,7 +129,7 @@ def stdin_lines() -> Iterator[str]:
     Raises:
         UserError: a line that is not UTF-8.
     """
-    for number, line in enumerate(sys.stdin.buffer, start=1):
+    for number, line in enumerate(sys.stdin.buffer if sys.stdin is not None else (), start=1):
         yield _utf8(line, f"line {number} of stdin").removesuffix("\n").removesuffix("\r")
 
 
@@ -172,8 +170,8 @@ def plain(
                     out.write(event.new)
             elif isinstance(event, Finished):
                 return event.result
-    except BrokenPipeError:
-        raise
+    except OSError:
+        raise  # stdout itself is what failed
     except BaseException:
         if confirmed and (stream or keep):
             out.write("\n" if stream else confirmed + "\n")

@@ -52,8 +52,10 @@ def _mount() -> None:
 
 def say(line: str) -> None:
     """One line on stderr, whatever state stderr is in."""
+    from dsbd_cli.cli.output import note
+
     with contextlib.suppress(OSError, ValueError):
-        print(f"dsbd: {line}", file=sys.stderr, flush=True)
+        note(line)
 
 
 def run(arguments: Sequence[str] | None = None) -> int:
@@ -63,8 +65,16 @@ def run(arguments: Sequence[str] | None = None) -> int:
         refuse_known(arguments)
         _mount_once()
         code = app(arguments, standalone_mode=False, prog_name="dsbd")
-        sys.stdout.flush()
+        if sys.stdout is not None:
+            sys.stdout.flush()
+        if code == 130:  # how typer hands on Ctrl-C
+            say("stopped")
         return code if isinstance(code, int) else 0
+    except SystemExit as error:
+        # click ends a program whose reader went away by itself, with code 1.
+        if isinstance(error.__context__, BrokenPipeError):
+            return _reader_gone()
+        return error.code if isinstance(error.code, int) else 1
     except DsbdError as error:
         say(str(error))
         return error.exit_code
@@ -75,9 +85,7 @@ def run(arguments: Sequence[str] | None = None) -> int:
         say("stopped")
         return 130
     except BrokenPipeError:
-        # The reader went away: nothing to report. Point stdout elsewhere so that exit is quiet too.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
+        return _reader_gone()
     except OSError as error:
         what = "the disk is full" if error.errno == errno.ENOSPC else error.strerror or str(error)
         where = f" ({error.filename})" if error.filename else ""
@@ -86,6 +94,18 @@ def run(arguments: Sequence[str] | None = None) -> int:
     except MemoryError:
         say("out of memory: try a smaller model, --dtype bfloat16, or a shorter prompt")
         return 1
+
+
+def _reader_gone() -> int:
+    """Nothing to report to anyone. Streams are pointed elsewhere, so that exit is quiet too."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    for stream in (sys.__stdout__, sys.__stderr__):
+        with contextlib.suppress(OSError, ValueError, AttributeError):
+            stream.flush()  # type: ignore[union-attr]
+            continue
+        with contextlib.suppress(OSError, ValueError, AttributeError):
+            os.dup2(nowhere, stream.fileno())  # type: ignore[union-attr]
+    return 0
 
 
 def usage_line(error: Exception) -> str:
