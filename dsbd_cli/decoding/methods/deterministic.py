@@ -77,7 +77,8 @@ class BeamSearch:
         if not self._running:
             return True
         full = len(self._finished) == self._run.width
-        if full and self._rule == "first":
+        # One beam is Hugging Face's greedy search, which ends at the first EOS whatever the rule.
+        if full and (self._rule == "first" or self._run.width == 1):
             return True
         hopeful = self._run.budget if self._rule == "never" and self._alpha > 0 else length
         best = self._running[0][1] / np.float32(hopeful**self._alpha)

@@ -1,0 +1,140 @@
+"""`--deterministic` against Hugging Face's own beam search: token for token, for `beam` and `dsbd`."""
+
+from __future__ import annotations
+
+import random
+from functools import cache
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from dsbd_cli.decoding.chance import SeededChance
+from dsbd_cli.decoding.methods import decode, draft_warp, rows_needed, start
+from dsbd_cli.decoding.runner import HfTreeModel
+from dsbd_cli.decoding.tree import Node, Trie
+from dsbd_cli.settings import Settings
+
+KINDS = ("llama", "opt", "gpt2", "qwen2")
+HUGGING_FACE: dict[str, bool | str] = {"first": True, "heuristic": False, "never": "never"}
+CASES = 200
+
+
+class Case(NamedTuple):
+    """One random case; `seed` names the target, `seed + 1` the draft."""
+
+    kind: str
+    vocab: int
+    seed: int
+    prompt: tuple[int, ...]
+    eos: tuple[int, ...]
+    width: int
+    draft_width: int
+    gamma: int
+    alpha: float
+    stop: str
+    budget: int
+
+
+@cache
+def tiny(kind: str, vocab: int, seed: int) -> Any:
+    """A random model whose logits spread like a real one's (fresh weights are nearly uniform)."""
+    torch.manual_seed(seed)
+    sizes: dict[str, dict[str, Any]] = {
+        "gpt2": {"n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 64},
+        "opt": {
+            "hidden_size": 16, "word_embed_proj_dim": 16, "ffn_dim": 32, "num_hidden_layers": 2,
+            "num_attention_heads": 2, "max_position_embeddings": 64,
+        },
+    }  # fmt: skip
+    llama = {
+        "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2,
+        "num_key_value_heads": 1, "max_position_embeddings": 64,
+    }  # fmt: skip
+    ids = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None, "tie_word_embeddings": False}
+    config = AutoConfig.for_model(kind, vocab_size=vocab, **(sizes.get(kind, llama) | ids))
+    model = AutoModelForCausalLM.from_config(config).eval().float()
+    with torch.no_grad():
+        for weight in model.parameters():
+            if weight.dim() > 1:
+                weight.normal_(0, 0.25)
+        model.get_output_embeddings().weight.normal_(0, 0.6)
+    return model
+
+
+@cache
+def tree_model(kind: str, vocab: int, seed: int, role: str) -> HfTreeModel:
+    return HfTreeModel(tiny(kind, vocab, seed), vocab_size=vocab, role=role)
+
+
+def hugging_face(case: Case, eos: tuple[int, ...], returned: int = 1) -> list[list[int]]:
+    """The `returned` best answers of `generate`, each cut behind its EOS."""
+    prompt = torch.tensor([case.prompt])
+    found = tiny(case.kind, case.vocab, case.seed).generate(
+        prompt, attention_mask=torch.ones_like(prompt), num_beams=case.width, do_sample=False,
+        max_new_tokens=case.budget, eos_token_id=list(eos) or None, pad_token_id=eos[0] if eos else 0,
+        early_stopping=HUGGING_FACE[case.stop] if case.width > 1 else None,
+        length_penalty=case.alpha if case.width > 1 else None, num_return_sequences=returned,
+    )  # fmt: skip
+    return [cut(row[len(case.prompt) :].tolist(), eos) for row in found]
+
+
+def cut(tokens: list[int], eos: tuple[int, ...]) -> list[int]:
+    ends = [place + 1 for place, token in enumerate(tokens) if token in eos]
+    return tokens[: ends[0]] if ends else tokens
+
+
+def ours(case: Case, method: str) -> list[list[int]]:
+    """What the engine ranks, best first."""
+    settings = Settings(
+        method=method, deterministic=True, width=case.width, min_width=1, draft_width=case.draft_width,
+        gamma=case.gamma, length_penalty=case.alpha, early_stopping=case.stop, max_new_tokens=case.budget,
+    )  # fmt: skip
+
+    def ends(node: Node) -> str | None:
+        return "eos" if node.token in case.eos else "length" if node.depth >= case.budget else None
+
+    trie = Trie(ends, case.eos, case.budget)
+    target = tree_model(case.kind, case.vocab, case.seed, "target")
+    target.prefill(case.prompt, trie.root, row_size=rows_needed(settings, len(case.eos)))
+    draft = None
+    if method == "dsbd":
+        draft = tree_model(case.kind, case.vocab, case.seed + case.seed % 2, "draft")
+        draft.prefill(case.prompt, trie.root, row_size=draft_warp(settings).row_size)
+    run = start(settings, target, draft, trie, SeededChance(0, 0), SeededChance(0, 1))
+    for _ in decode(run, settings):
+        pass
+    return [node.tokens() for node in run.hypotheses.ranking()]
+
+
+def random_cases() -> list[Case]:
+    """Half with EOS ids among the tokens that the model likes to say, so that many answers end by one."""
+    rng, cases = random.Random(2025), []
+    for number in range(CASES):
+        kind = KINDS[number % len(KINDS)]
+        vocab = rng.choice([12, 17, 25, 40])
+        case = Case(
+            kind, vocab, rng.randrange(4), tuple(rng.randrange(vocab) for _ in range(rng.randint(1, 6))), (),
+            rng.randint(1, 6), rng.randint(1, 6), rng.randint(1, 4), rng.choice([0.0, 1.0, 2.0]),
+            rng.choice(list(HUGGING_FACE)), rng.randint(6, 16),
+        )  # fmt: skip
+        eos = rng.sample(range(vocab), rng.randint(1, 4))
+        if number % 4 != 3:
+            eos[0] = hugging_face(case, ())[0][rng.randint(2, 5)]
+        cases.append(case._replace(eos=tuple(dict.fromkeys(eos))))
+    return cases
+
+
+@pytest.mark.slow
+def test_200_random_tiny_cases() -> None:
+    ended, different = 0, []
+    cases = random_cases()
+    for case in cases:
+        (expected,) = hugging_face(case, case.eos)
+        ended += expected[-1] in case.eos
+        different += [(m, case, expected, a) for m in ("beam", "dsbd") if (a := ours(case, m)[0]) != expected]
+    assert not different, f"{len(different)} differ, the first: {different[0]}"
+    assert ended >= CASES / 2, f"only {ended} answers end by EOS"
+    assert {case.width for case in cases} == {1, 2, 3, 4, 5, 6}
+    assert {len(case.eos) for case in cases} == {1, 2, 3, 4}
