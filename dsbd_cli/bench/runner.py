@@ -9,11 +9,11 @@ from typing import Any
 
 from dsbd_cli.bench.arms import Arm
 from dsbd_cli.bench.datasets.records import Item
+from dsbd_cli.bench.files import Key, Record
 from dsbd_cli.bench.measure import Answer, Backend, seed_of
 from dsbd_cli.bench.progress import BenchProgress
 from dsbd_cli.bench.prompting import Prompter
 from dsbd_cli.bench.score import Scorer
-from dsbd_cli.bench.store import Key, Record
 
 WARM_UP_TOKENS = 12
 

@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from dsbd_cli.bench import stats
+from dsbd_cli.bench.files import Record
 from dsbd_cli.bench.score import PRIMARY
 from dsbd_cli.bench.stats import Estimate
-from dsbd_cli.bench.store import Record
 
 Sums = dict[str, dict[str, float]]
 
@@ -136,7 +136,19 @@ def against(records: Sequence[Record], base: Sequence[Record], field: str) -> di
         "score": stats.paired_difference(
             [scores[i] / counts[i] for i in items], [base_scores[i] / base_counts[i] for i in items]
         ).to_dict(),
+        "logprob": _logprob_gain(mine, theirs).to_dict(),
     }
+
+
+def _logprob_gain(mine: Sequence[Record], theirs: Sequence[Record]) -> Estimate:
+    """Mean over items of the difference in log-probability per token."""
+    sides = []
+    for records in (mine, theirs):
+        known = [r for r in records if r["new_tokens"] and r["logprob"] is not None]
+        tokens = sums_of(known, "new_tokens")
+        sides.append({item: total / tokens[item] for item, total in sums_of(known, "logprob").items()})
+    items = [item for item in sides[0] if item in sides[1]]
+    return stats.paired_difference([sides[0][i] for i in items], [sides[1][i] for i in items])
 
 
 def _paired(mine: Sequence[Record], theirs: Sequence[Record], part: str, whole: str) -> Estimate:

@@ -228,4 +228,4 @@ def test_the_sample_is_built_once_and_whole(tmp_path):
     stamp = (first / "dev.json").stat().st_mtime_ns
     assert sample.build_spider(tmp_path) == first
     assert (first / "dev.json").stat().st_mtime_ns == stamp
-    assert [path.name for path in tmp_path.iterdir()] == ["spider"]
+    assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == ["spider"]

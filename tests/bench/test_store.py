@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from dsbd_cli.bench.store import RESULTS, RUN, Store, differences, read_ratings, read_results
+from dsbd_cli.bench.files import RESULTS, RUN, differences, read_ratings, read_results
+from dsbd_cli.bench.store import Store
 from dsbd_cli.errors import RunError, UserError
 
 

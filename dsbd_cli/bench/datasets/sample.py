@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import os
+import hashlib
 import shutil
 import sqlite3
-import tempfile
 from importlib import resources
 from pathlib import Path
 
@@ -37,29 +36,28 @@ def source() -> Path:
     return Path(str(resources.files("dsbd_cli"))) / "assets" / "samples"
 
 
+def sample_folder() -> Path:
+    """Where the sample's databases are built: in the cache, under a name that changes with their text."""
+    from dsbd_cli.loading.cache import cache_root
+
+    texts = [path.read_bytes() for path in sorted((source() / "spider").rglob("*")) if path.is_file()]
+    return cache_root() / f"sample-{hashlib.sha256(b''.join(texts)).hexdigest()[:12]}"
+
+
 def build_spider(build_dir: Path) -> Path:
-    """The Spider sample with its databases built; complete or not there, whoever else builds it too."""
-    final = build_dir / "spider"
-    if final.is_dir():
-        return final
-    build_dir.mkdir(parents=True, exist_ok=True)
-    part = Path(tempfile.mkdtemp(prefix=".spider-", dir=build_dir))
-    try:
-        for name in ("dev.json", "tables.json"):
-            shutil.copyfile(source() / "spider" / name, part / name)
-        for script in sorted((source() / "spider" / "database").glob("*/schema.sql")):
-            db_id = script.parent.name
-            (part / "database" / db_id).mkdir(parents=True)
-            connection = sqlite3.connect(part / "database" / db_id / f"{db_id}.sqlite")
-            connection.executescript(script.read_text(encoding="utf-8"))
-            connection.commit()
-            connection.close()
-        part.chmod(0o755)
-        try:
-            os.replace(part, final)
-        except OSError:
-            if not final.is_dir():  # another process was first: its copy is the same
-                raise
-    finally:
-        shutil.rmtree(part, ignore_errors=True)
-    return final
+    """The Spider sample with its databases built; whole or not there, whoever else builds it too."""
+    from dsbd_cli.loading.cache import build_once
+
+    return build_once(build_dir / "spider", _build_spider, what="the sample's databases")
+
+
+def _build_spider(folder: Path) -> None:
+    for name in ("dev.json", "tables.json"):
+        shutil.copyfile(source() / "spider" / name, folder / name)
+    for script in sorted((source() / "spider" / "database").glob("*/schema.sql")):
+        db_id = script.parent.name
+        (folder / "database" / db_id).mkdir(parents=True)
+        connection = sqlite3.connect(folder / "database" / db_id / f"{db_id}.sqlite")
+        connection.executescript(script.read_text(encoding="utf-8"))
+        connection.commit()
+        connection.close()

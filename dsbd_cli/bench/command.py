@@ -1,0 +1,271 @@
+"""A whole bench: check everything cheap, load, run or resume, judge, sum up, report."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from dsbd_cli.bench import context
+from dsbd_cli.bench.files import Record, differences, key_of
+from dsbd_cli.bench.measure import Backend, PairBackend
+from dsbd_cli.bench.plan import Plan
+from dsbd_cli.bench.progress import BenchProgress, Figures, tell
+from dsbd_cli.bench.prompting import Prompter, check_prompts, prompter_of_spec
+from dsbd_cli.bench.runner import Job, Runner
+from dsbd_cli.bench.score import PRIMARY, Scorer
+from dsbd_cli.bench.scoring.mt_bench import Judge
+from dsbd_cli.bench.store import Store
+from dsbd_cli.bench.world import World
+from dsbd_cli.errors import UserError
+from dsbd_cli.version import __version__
+
+
+def open_pair(plan: Plan, world: World) -> Backend:
+    """Load the pair this process decodes with."""
+    from dsbd_cli.decoder import Decoder
+    from dsbd_cli.loading import load_pair
+    from dsbd_cli.loading.progress import TerminalProgress
+
+    spec, _ = plan.chosen.resolve()
+    if world.device and world.tensor_parallel == 1:
+        spec = spec.replace(target_device=world.device, draft_device=world.device)
+    if world.tensor_parallel > 1:
+        spec = spec.replace(tensor_parallel=world.tensor_parallel, draft_device=world.device or "cpu")
+    need_draft = any(arm.needs_draft for arm in plan.arms)
+    with TerminalProgress() as progress:
+        pair = load_pair(spec, need_draft=need_draft, progress=progress if world.rank == 0 else None)
+    decoder = Decoder(pair, plan.settings)
+    decoder.target.require_tree()
+    for note in pair.notes:
+        tell(note)
+    return PairBackend(decoder)
+
+
+def check_plan(plan: Plan, prompter: Prompter, scorer: Scorer) -> Plan:
+    """The plan less the items whose gold fails or whose prompt does not fit; both are counted and told.
+
+    Raises:
+        UserError: the template refuses a prompt, no prompt fits, or no gold works.
+    """
+    dataset = plan.dataset
+    faults = scorer.faults(dataset)
+    if faults:
+        good = tuple(item for item in dataset.items if item.id not in faults)
+        first = next(iter(faults.items()))
+        if not good:
+            raise UserError(f"{dataset.source}: no gold query works; {first[0]}: {first[1]}")
+        skipped = {**dataset.skipped, "gold query fails": len(faults)}
+        dataset = dataclasses.replace(dataset, items=good, skipped=skipped)
+        tell(f"{len(faults)} items are left out, their gold query fails; {first[0]}: {first[1]}")
+    checked = check_prompts(prompter, dataset)
+    if len(checked.items) < len(dataset.items):
+        tell(f"{len(dataset.items) - len(checked.items)} items are left out: {list(checked.skipped)[-1]}")
+    return dataclasses.replace(plan, dataset=checked)
+
+
+def make_judge(plan: Plan) -> Judge | None:
+    """The judge, found to be there; None where none was asked for."""
+    options = plan.options
+    if options.judge_url is None or options.judge_model is None:
+        return None
+    prompts = plan.dataset.extras.get("judge_prompts") or {}
+    if not prompts:
+        raise UserError(f"{plan.dataset.source}: no judge_prompts.jsonl, which the judge needs")
+    judge = Judge(options.judge_url, options.judge_model, prompts, timeout_s=options.judge_timeout)
+    judge.check()
+    return judge
+
+
+def fingerprint(plan: Plan, prompter: Prompter, scorer: Scorer) -> dict[str, Any]:
+    """What must not change between sessions of one run, less what only the loaded models tell."""
+    spec, _ = plan.chosen.resolve()
+    return {
+        "dsbd": __version__,
+        "data": {"kind": plan.dataset.kind, "builtin": plan.dataset.builtin, "sha256": plan.digest},
+        "prompt_form": prompter.form,
+        "system": plan.settings.system,
+        "max_new_tokens": plan.settings.max_new_tokens,
+        "seed": plan.seed,
+        "rule": scorer.rule(),
+        "pair": spec.to_dict(),
+        "tensor_parallel": plan.options.tensor_parallel,
+    }
+
+
+def run_bench(plan: Plan, *, open_backend: Callable[[Plan, World], Backend] = open_pair,
+              prompter: Prompter | None = None) -> Path:  # fmt: skip
+    """Run or resume a bench, and write summary and report.
+
+    Returns:
+        The run's folder.
+
+    Raises:
+        UserError: input that cannot work. RunError: the run broke; what was measured stays.
+    """
+    world = World(plan.options.tensor_parallel)
+    first = world.rank == 0
+    with Scorer(
+        plan.dataset.kind, sql_timeout=plan.options.sql_timeout, keep_distinct=plan.options.keep_distinct
+    ) as scorer:
+        spec, _ = plan.chosen.resolve()
+        prompter = prompter or prompter_of_spec(spec, plan.settings)
+        for note in plan.notes if first else []:
+            tell(note)
+        plan = check_plan(plan, prompter, scorer)
+        judge = make_judge(plan) if first else None
+        facts = fingerprint(plan, prompter, scorer)
+        with Store(plan.out, world.rank, world.world, tell) as store:
+            results = store.mend() if first else []
+            jobs = plan.jobs()
+            done = {key_of(record) for record in results}
+            if first and world.world == 1 and _finished(store, facts, jobs, done):
+                tell(f"all {len(jobs)} answers are there already: {plan.out}")
+            else:
+                world.start()
+                try:
+                    _measure(plan, world, store, scorer, prompter, facts, open_backend, results)
+                finally:
+                    world.close()
+            if first:
+                finish(plan, store, judge)
+    return plan.out
+
+
+def _finished(store: Store, facts: dict[str, Any], jobs: Sequence[Job], done: set[Any]) -> bool:
+    """Whether nothing is left to do, in a run of these facts; told without loading a model."""
+    there = store.read_run()
+    if there is None or not jobs or not all(job.key in done for job in jobs):
+        return False
+    known = {name: there["fingerprint"].get(name) for name in facts}
+    for arm in {job.arm.name: job.arm for job in jobs}.values():
+        if differences(there["arms"].get(arm.name, {}).get("settings", {}), arm.shown()):
+            return False
+    return not differences(known, _plain(facts))
+
+
+def _measure(
+    plan: Plan,
+    world: World,
+    store: Store,
+    scorer: Scorer,
+    prompter: Prompter,
+    facts: dict[str, Any],
+    open_backend: Callable[[Plan, World], Backend],
+    results: list[Record],
+) -> None:
+    """Load, warm up, answer what is not answered yet, and merge."""
+    done = {tuple(key) for key in world.broadcast([list(key_of(record)) for record in results])}
+    backend = open_backend(plan, world)
+    facts = {**facts, "models": backend.facts(), "devices": _device_names(backend)}
+    session = context.session(backend.devices(), context.command_line())
+    idle = backend.meter.idle_watts
+    number = 0
+    if world.rank == 0:
+        number = store.claim(
+            {
+                "fingerprint": _plain(facts),
+                "session": {**session, "idle_watts": idle, "processes": world.world},
+                "arms": {
+                    arm.name: _plain(
+                        {"method": arm.method, "settings": arm.shown(), "swept": dict(arm.swept)}
+                    )
+                    for arm in plan.arms
+                },
+                "data": _data_facts(plan),
+                "baseline": plan.options.baseline,
+                "energy": {
+                    "source": backend.meter.source,
+                    "reason": backend.meter.reason,
+                    "devices": backend.meter.devices,
+                },
+            }
+        )
+        if backend.meter.reason:
+            tell(f"energy is not measured: {backend.meter.reason}")
+    number = world.broadcast(number)
+    own = {item.id for item in world.mine(plan.dataset.items)}
+    mine = [job for job in plan.jobs() if job.item.id in own]
+    todo = [job for job in mine if job.key not in done]
+    if len(todo) < len(mine) and world.rank == 0:
+        tell(f"{len(mine) - len(todo)} of {len(mine)} answers are there already: going on")
+    runner = Runner(backend, prompter, scorer, plan.seed, plan.dataset.raw_stops)
+    figures = Figures(PRIMARY[plan.dataset.kind][0])
+    for record in results:
+        figures.add(record)
+    written = 0
+    label = f"{plan.dataset.label}, {len(plan.arms)} arms"
+    try:
+        with BenchProgress(len(mine), len(mine) - len(todo), figures, label, world.rank == 0) as progress:
+            if todo:
+                progress.stage("warming up")
+                waiting = {job.arm.name: job.arm for job in todo}
+                runner.warm_up(list(waiting.values()), todo[0].item)
+
+                def write(record: Record) -> None:
+                    nonlocal written
+                    if world.leader:
+                        store.append(record)
+                        written += 1
+
+                runner.run(todo, write, progress, {"session": number, "rank": world.rank})
+    except KeyboardInterrupt:
+        tell(f"stopped with {len(done) + written} of {len(plan.jobs())} answers; the same command goes on")
+        raise
+    _merge(world, store, results, written)
+
+
+def _merge(world: World, store: Store, results: list[Record], written: int) -> None:
+    """Bring every process's results to rank 0."""
+    if world.world == 1:
+        return
+    total = world.total(written)
+    gathered = world.gather(store.own_lines() if world.leader else [])
+    if gathered is not None:
+        known = {key_of(record) for record in results}
+        every = list(results)
+        for record in (record for lines in gathered for record in lines):
+            if key_of(record) not in known:
+                known.add(key_of(record))
+                every.append(record)
+        if world.tensor_parallel == 1 and len(every) != len(results) + total:
+            tell(f"{len(results) + total - len(every)} results were given twice and are counted once")
+        store.write_results(every)
+    world.broadcast(True)
+    if world.leader or world.rank == 0:
+        store.drop_own_part()
+
+
+def finish(plan: Plan, store: Store, judge: Judge | None) -> None:
+    """Judge what is not judged yet, then summary and report."""
+    from dsbd_cli.bench.judging import rate_all
+    from dsbd_cli.bench.report import write_report
+
+    if judge is not None:
+        rate_all(store, plan.dataset, judge)
+    write_report([plan.out])
+
+
+def _data_facts(plan: Plan) -> dict[str, Any]:
+    dataset = plan.dataset
+    return {
+        "kind": dataset.kind,
+        "label": dataset.label,
+        "builtin": dataset.builtin,
+        "source": dataset.source,
+        "total": dataset.total,
+        "items": len(dataset.items),
+        "skipped": dict(dataset.skipped),
+    }
+
+
+def _device_names(backend: Backend) -> list[str]:
+    return sorted({context.device_name(name) for name in backend.devices()})
+
+
+def _plain(value: Any) -> Any:
+    """As JSON gives it back: tuples are lists."""
+    import json
+
+    return json.loads(json.dumps(value))

@@ -1,0 +1,144 @@
+"""What a bench will do, checked before anything heavy is loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dsbd_cli.bench.arms import Arm, build_arms, parse_methods
+from dsbd_cli.bench.datasets import load_dataset
+from dsbd_cli.bench.datasets.records import Dataset
+from dsbd_cli.bench.datasets.sample import sample_folder
+from dsbd_cli.bench.runner import Job, schedule
+from dsbd_cli.bench.sweep import Grid, parse_sweep
+from dsbd_cli.errors import UserError
+from dsbd_cli.settings import Settings
+
+if TYPE_CHECKING:
+    from dsbd_cli.cli.options import Chosen
+
+DEFAULT_SEED = 1
+# Chosen so that the default methods finish well under ten minutes on two cores with the default pair.
+DEFAULT_LIMITS = {"spider": 8, "squad": 10, "mt-bench": 4, "jsonl": 10}
+DEFAULT_TOKENS = {"spider": 48, "squad": 32, "mt-bench": 96, "jsonl": 64}
+
+
+@dataclass(frozen=True)
+class Options:
+    """What `dsbd bench` was asked for, beside models and settings.
+
+    Attributes:
+        dataset: name or JSONL file. data_dir: official files, or None for the built-in sample.
+        methods, sweeps: as written. limit: items, 0 = all, None = the default.
+        hf_limit: items for Hugging Face's methods, None = `limit`.
+        baseline: arm that speeds are compared with.
+    """
+
+    dataset: str
+    data_dir: Path | None = None
+    methods: str = "default"
+    sweeps: Sequence[str] = ()
+    limit: int | None = None
+    hf_limit: int | None = None
+    repeats: int = 1
+    out: Path | None = None
+    baseline: str = "beam"
+    judge_url: str | None = None
+    judge_model: str | None = None
+    judge_timeout: float = 120.0
+    keep_distinct: bool = False
+    sql_timeout: float = 5.0
+    tensor_parallel: int = 1
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A checked bench: nothing heavy was loaded for it."""
+
+    options: Options
+    chosen: Any
+    dataset: Dataset
+    arms: list[Arm]
+    settings: Settings
+    seed: int
+    out: Path
+    digest: str
+    notes: list[str] = field(default_factory=list)
+
+    def items_of(self, arm: Arm) -> int:
+        """How many items an arm answers."""
+        limit = self.options.hf_limit if arm.hf else None
+        return len(self.dataset.items) if limit is None else min(limit, len(self.dataset.items))
+
+    def jobs(self) -> list[Job]:
+        """All jobs in the order they are done; Hugging Face's arms may get the first few items only."""
+        counts = {arm.name: self.items_of(arm) for arm in self.arms}
+        place = {item.id: number for number, item in enumerate(self.dataset.items)}
+        every = schedule(self.dataset.items, self.arms, self.options.repeats, self.seed)
+        return [job for job in every if place[job.item.id] < counts[job.arm.name]]
+
+
+def make_plan(options: Options, chosen: Chosen) -> Plan:
+    """Check names, settings, files and sweeps.
+
+    Raises:
+        UserError: anything that cannot work, before a model is loaded.
+    """
+    if options.repeats < 1:
+        raise UserError(f"--repeats must be at least 1, not {options.repeats}")
+    for name in ("limit", "hf_limit"):
+        value = getattr(options, name)
+        if value is not None and value < 0:
+            raise UserError(f"--{name.replace('_', '-')} must be at least 0 (0 = all), not {value}")
+    methods = parse_methods(options.methods)
+    preset_sweep, base = _preset(chosen)
+    grids = [_grid(text, preset_sweep) for text in options.sweeps]
+    dataset = load_dataset(options.dataset, options.data_dir, sample_folder())
+    digest = dataset.digest()
+    limit = DEFAULT_LIMITS[dataset.kind] if options.limit is None else options.limit or None
+    dataset = dataset.select(limit)
+    given = dict(chosen.settings)
+    given.setdefault("max_new_tokens", min(base.max_new_tokens, DEFAULT_TOKENS[dataset.kind]))
+    seed = given.pop("seed", base.seed)
+    arms, notes = build_arms(methods, base, given, grids)
+    spec, _ = chosen.resolve()
+    drafting = [arm.name for arm in arms if arm.needs_draft]
+    if drafting and spec.draft is None:
+        raise UserError(f"{drafting[0]} needs a draft model: give --draft, or name other --methods")
+    if options.baseline not in [arm.name for arm in arms]:
+        notes.append(f"--baseline {options.baseline} is no arm of this run: no comparison is made")
+    if len(dataset.items) < dataset.total:
+        hint = "" if options.limit is not None else " (--limit 0 takes all)"
+        notes.append(f"{len(dataset.items)} of {dataset.total} items{hint}")
+    if (options.judge_url is None) != (options.judge_model is None):
+        raise UserError("--judge-url and --judge-model go together")
+    if options.judge_url is not None and dataset.kind != "mt-bench":
+        raise UserError("a judge rates MT-Bench only: leave out --judge-url")
+    out = options.out or Path(
+        f"bench-{dataset.kind if dataset.kind != 'jsonl' else Path(options.dataset).stem}"
+    )
+    seed = DEFAULT_SEED if seed is None else seed
+    return Plan(options, chosen, dataset, arms, arms[0].settings, seed, out, digest, notes)
+
+
+def _preset(chosen: Chosen) -> tuple[dict[str, Any], Settings]:
+    """The preset's sweep, and the settings before what the command line says."""
+    from dsbd_cli.presets import DEFAULT_PRESET, load_preset
+
+    if chosen.preset is None and "target" in chosen.spec:
+        return {}, Settings()
+    preset = load_preset(chosen.preset or DEFAULT_PRESET)
+    return dict(preset.sweep), preset.settings
+
+
+def _grid(text: str, preset_sweep: dict[str, Any]) -> Grid:
+    if text.strip() != "preset":
+        return parse_sweep(text)
+    if not preset_sweep:
+        raise UserError("--sweep preset: the preset carries no sweep")
+    return {
+        name: [tuple(v) if isinstance(v, list) else v for v in values]
+        for name, values in preset_sweep.items()
+    }

@@ -1,0 +1,300 @@
+"""The figures of a report, by matplotlib: each function draws one figure, or gives None where data lack."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from dsbd_cli.errors import UserError
+
+COLORS = {
+    "dsbd": "#0b6e4f",
+    "beam": "#c1440e",
+    "multinomial": "#7a7a7a",
+    "speculative": "#2d6cdf",
+    "specinfer": "#8e44ad",
+    "hf": "#b8860b",
+}
+MARKERS = {"dsbd": "o", "beam": "s", "multinomial": "D", "speculative": "^", "specinfer": "v", "hf": "P"}
+Point = tuple[float, float]
+
+
+def family(method: str) -> str:
+    """The colour group of a method."""
+    return "hf" if method.startswith("hf-") else "dsbd" if method.startswith("dsbd") else method
+
+
+def start() -> Any:
+    """pyplot with the report's style.
+
+    Raises:
+        UserError: matplotlib is not installed.
+    """
+    try:
+        import matplotlib
+    except ImportError:
+        raise UserError("the report needs matplotlib: pip install 'dsbd-cli[bench]'") from None
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    plt.rcParams.update(
+        {
+            "figure.dpi": 110,
+            "savefig.dpi": 160,
+            "font.size": 10,
+            "axes.spines.top": False,
+            "axes.spines.right": False,
+            "axes.grid": True,
+            "grid.color": "#e6e6e6",
+            "axes.axisbelow": True,
+            "axes.titlesize": 11,
+            "axes.titleweight": "bold",
+            "axes.labelcolor": "#333333",
+            "svg.hashsalt": "dsbd",
+        }
+    )
+    return plt
+
+
+def value(arm: Mapping[str, Any], name: str) -> float | None:
+    """A number of an arm's summary, or None."""
+    entry = arm.get(name)
+    return entry["value"] if isinstance(entry, Mapping) else entry
+
+
+def front(points: Sequence[Point], low_x: bool = False) -> list[Point]:
+    """The Pareto front: no other point is better on both axes (y high; x high, or low if `low_x`)."""
+    best: list[Point] = []
+    for x, y in sorted(points, key=lambda p: (p[0] if low_x else -p[0], -p[1])):
+        if not best or y > best[-1][1]:
+            best.append((x, y))
+    return best
+
+
+def pareto(plt: Any, arms: Mapping[str, Any], x: str, x_label: str, qualities: Sequence[tuple[str, str]],
+           low_x: bool = False) -> Any:  # fmt: skip
+    """Quality against speed or energy with intervals, and the fronts of the DSBD and the beam arms."""
+    usable = {name: arm for name, arm in arms.items() if value(arm, x) is not None}
+    qualities = [entry for entry in qualities if _tells_apart(usable, entry[0])]
+    if not usable or not qualities:
+        return None
+    figure, axes = plt.subplots(
+        1, len(qualities), figsize=(5.6 * len(qualities), 4.6), squeeze=False, layout="constrained"
+    )
+    labels: list[tuple[Any, list[tuple[Point, str]]]] = []
+    for axis, (quality, label) in zip(axes[0], qualities, strict=True):
+        groups: dict[str, list[Point]] = {}
+        spots: list[tuple[Point, str]] = []
+        for name, arm in usable.items():
+            across, up = value(arm, x), value(arm, quality)
+            if across is not None and up is not None:
+                groups.setdefault(family(arm["method"]), []).append((across, up))
+                spots.append(((across, up), name))
+        keep = {point for group in ("beam", "dsbd") for point in front(groups.get(group, []), low_x)}
+        for point, name in spots:
+            arm = usable[name]
+            _spot(axis, arm, x, quality, family(arm["method"]), bars=not arm["swept"] or point in keep)
+        for group in ("beam", "dsbd"):
+            line = front(groups.get(group, []), low_x)
+            if len(line) > 1:
+                axis.plot(*zip(*line, strict=True), color=COLORS[group], lw=1.6, alpha=0.75, zorder=2)
+        axis.set_xlabel(x_label)
+        axis.set_ylabel(label)
+        axis.margins(x=0.16, y=0.14)
+        if low_x:
+            axis.invert_xaxis()
+        labels.append((axis, [s for s in spots if s[0] in keep or not usable[s[1]]["swept"]]))
+    _legend(figure, usable)
+    figure.canvas.draw()
+    figure.set_layout_engine("none")  # labels are placed on the final axes
+    for axis, spots in labels:
+        _labels(figure, axis, spots)
+    return figure
+
+
+def _tells_apart(arms: Mapping[str, Any], name: str) -> bool:
+    """Whether the arms differ in a figure at all: a panel on which all are equal says nothing."""
+    values = {value(arm, name) for arm in arms.values()} - {None}
+    return len(values) > 1
+
+
+def _spot(axis: Any, arm: Mapping[str, Any], x: str, y: str, group: str, bars: bool) -> None:
+    errors: dict[str, Any] = {}
+    for side, name in (("xerr", x), ("yerr", y)):
+        entry = arm[name]
+        if bars and isinstance(entry, Mapping) and entry["low"] is not None:
+            errors[side] = [
+                [max(0.0, entry["value"] - entry["low"])],
+                [max(0.0, entry["high"] - entry["value"])],
+            ]
+    axis.errorbar(
+        value(arm, x), value(arm, y), **errors, fmt=MARKERS[group], color=COLORS[group], ms=7 if bars else 5,
+        elinewidth=0.8, ecolor=COLORS[group] + "55", mec="white", mew=0.8, zorder=4 if bars else 3,
+        alpha=1 if bars else 0.6,
+    )  # fmt: skip
+
+
+def _labels(figure: Any, axis: Any, spots: Sequence[tuple[Point, str]]) -> None:
+    """Names beside points, placed where they cover neither a point nor another name; else left out."""
+    renderer = figure.canvas.get_renderer()
+    taken = [_box(axis.transData.transform(point), 9) for point, _ in spots]
+    merged: dict[Point, list[str]] = {}
+    for point, name in spots:
+        merged.setdefault(point, []).append(name)
+    inside = axis.get_window_extent(renderer)
+    # Plain arms first: their names matter most.
+    for point, names in sorted(merged.items(), key=lambda entry: "=" in entry[1][0]):
+        for dx, dy, side in _PLACES:
+            text = axis.annotate(
+                ", ".join(names), point, textcoords="offset points", xytext=(dx, dy), ha=side, va="center",
+                fontsize=7.5, color="#333333", zorder=5,
+                arrowprops={"arrowstyle": "-", "lw": 0.5, "color": "#999999"} if abs(dy) > 12 else None,
+            )  # fmt: skip
+            extent = text.get_window_extent(renderer)
+            fits = inside.x0 <= extent.x0 and extent.x1 <= inside.x1 + 60 and inside.y0 <= extent.y0
+            if fits and extent.y1 <= inside.y1 and not any(extent.overlaps(box) for box in taken):
+                taken.append(extent)
+                break
+            text.remove()
+
+
+# Offsets in points, nearest first, with the side the text is anchored on.
+_PLACES = tuple(
+    (dx * sign, dy, "left" if sign > 0 else "right")
+    for dx, dy in ((8, 0), (7, 9), (7, -9), (12, 18), (12, -18), (14, 28), (14, -28), (16, 40), (16, -40))
+    for sign in (1, -1)
+)
+
+
+def _box(center: Any, side: float) -> Any:
+    from matplotlib.transforms import Bbox
+
+    return Bbox.from_bounds(center[0] - side / 2, center[1] - side / 2, side, side)
+
+
+def _legend(figure: Any, arms: Mapping[str, Any]) -> None:
+    from matplotlib.lines import Line2D
+
+    groups = dict.fromkeys(family(arm["method"]) for arm in arms.values())
+    names = {"hf": "Hugging Face generate", "dsbd": "DSBD"}
+    handles = [
+        Line2D([], [], marker=MARKERS[g], color=COLORS[g], ls="-" if g in ("dsbd", "beam") else "", mec="white",
+               label=names.get(g, g))
+        for g in groups
+    ]  # fmt: skip
+    figure.legend(
+        handles=handles, loc="outside upper center", ncols=min(6, len(handles)), frameon=False, fontsize=9
+    )
+
+
+def widths(plt: Any, arms: Mapping[str, Any], panels: Sequence[tuple[str, str]]) -> Any:
+    """Mean distinct width against quality, speed and energy, for methods that keep beams."""
+    usable = {
+        name: arm
+        for name, arm in arms.items()
+        if arm["mean_distinct_width"] is not None and family(arm["method"]) in ("dsbd", "beam", "multinomial")
+    }
+    panels = [entry for entry in panels if _tells_apart(usable, entry[0])]
+    if len(usable) < 2 or not panels:
+        return None
+    figure, axes = plt.subplots(
+        1, len(panels), figsize=(4.2 * len(panels), 3.8), squeeze=False, layout="constrained"
+    )
+    for axis, (name, label) in zip(axes[0], panels, strict=True):
+        for arm in usable.values():
+            if value(arm, name) is not None:
+                group = family(arm["method"])
+                axis.plot(
+                    arm["mean_distinct_width"],
+                    value(arm, name),
+                    MARKERS[group],
+                    color=COLORS[group],
+                    ms=7,
+                    mec="white",
+                )
+        axis.set_xlabel("mean distinct beams per layer")
+        axis.set_ylabel(label)
+        axis.margins(0.12)
+    _legend(figure, usable)
+    return figure
+
+
+def ablation(plt: Any, arms: Mapping[str, Any], setting: str, panels: Sequence[tuple[str, str]]) -> Any:
+    """A swept setting on the x axis; a line for each choice of the other swept settings."""
+    lines: dict[str, list[tuple[Any, Mapping[str, Any]]]] = {}
+    for arm in arms.values():
+        if setting in arm["swept"]:
+            others = " ".join(f"{k}={_word(v)}" for k, v in arm["swept"].items() if k != setting)
+            lines.setdefault(f"{arm['method']} {others}".strip(), []).append((arm["swept"][setting], arm))
+        elif arm["method"].startswith("dsbd") and setting in arm["settings"] and not arm["swept"]:
+            lines.setdefault(arm["method"], []).append((arm["settings"][setting], arm))
+    values = list(dict.fromkeys(v for points in lines.values() for v, _ in points))
+    lines = {name: points for name, points in lines.items() if len({str(v) for v, _ in points}) > 1}
+    drawn = {
+        f"{line} {number}": arm for line, points in lines.items() for number, (_, arm) in enumerate(points)
+    }
+    panels = [entry for entry in panels if _tells_apart(drawn, entry[0])]
+    if not lines or not panels:
+        return None
+    order = sorted(values, key=lambda v: (v is None, str(type(v)), v if v is not None else 0))
+    figure, axes = plt.subplots(
+        1, len(panels), figsize=(4.2 * len(panels), 3.8), squeeze=False, layout="constrained"
+    )
+    shades = plt.get_cmap("viridis")
+    many = len(lines) > 6
+    for axis, (name, label) in zip(axes[0], panels, strict=True):
+        for number, (line, points) in enumerate(lines.items()):
+            spots = sorted(
+                (order.index(v), value(arm, name)) for v, arm in points if value(arm, name) is not None
+            )
+            if spots:
+                axis.plot(
+                    *zip(*spots, strict=True), marker="o", ms=5, lw=1.4, label=line, mec="white",
+                    color=shades(number / max(1, len(lines) - 1) * 0.85), alpha=0.6 if many else 0.95,
+                )  # fmt: skip
+        axis.set_xticks(range(len(order)), [_word(v) for v in order])
+        axis.set_xlabel(setting.replace("_", "-"))
+        axis.set_ylabel(label)
+    handles, labels = axes[0][0].get_legend_handles_labels()
+    if len(labels) > 1:
+        figure.legend(
+            handles[:12], labels[:12], loc="outside lower center", ncols=2, frameon=False, fontsize=7.5
+        )
+    return figure
+
+
+def _word(item: Any) -> str:
+    return "none" if item is None else f"{item:g}" if isinstance(item, float) else str(item)
+
+
+def depths(plt: Any, arms: Mapping[str, Any]) -> Any:
+    """Acceptance at each layer of the forest: how far drafts are worth making."""
+    usable = {
+        name: [accepted / examined if examined else None for examined, accepted in arm["accepted_by_depth"]]
+        for name, arm in arms.items()
+        if arm["accepted_by_depth"] and "=" not in name
+    }
+    if not usable:
+        return None
+    figure, axis = plt.subplots(figsize=(6.4, 3.8), layout="constrained")
+    dashes = ["-", "--", ":", "-."]
+    seen: dict[str, int] = {}
+    for name, shares in usable.items():
+        group = family(arms[name]["method"])
+        style = dashes[seen.setdefault(group, 0) % len(dashes)]
+        seen[group] += 1
+        known = [(depth + 1, share) for depth, share in enumerate(shares) if share is not None]
+        axis.plot(
+            *zip(*known, strict=True),
+            style,
+            marker=MARKERS[group],
+            color=COLORS[group],
+            mec="white",
+            label=name,
+        )
+    axis.set_xticks(range(1, 1 + max(len(shares) for shares in usable.values())))
+    axis.set_ylim(bottom=0)
+    axis.set_xlabel("layer of the draft")
+    axis.set_ylabel("share of drafts accepted")
+    axis.legend(frameon=False, fontsize=8.5, loc="center left", bbox_to_anchor=(1.0, 0.5))
+    return figure

@@ -1,0 +1,110 @@
+"""`summary.json`, figures and `report.html` of one run, or of several runs side by side."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from dsbd_cli.bench import html, plots
+from dsbd_cli.bench.files import SUMMARY, read_ratings, read_results, read_run, write_whole
+from dsbd_cli.bench.summary import summarize
+from dsbd_cli.errors import UserError
+
+REPORT = "report.html"
+_SWEPT = ("threshold", "draft_width", "gamma", "min_width", "width", "top_k", "top_p", "temperature")
+
+
+def write_report(folders: Sequence[Path], out: Path | None = None) -> Path:
+    """Summary and report of the runs in `folders`.
+
+    Args:
+        folders: folders of runs; unfinished ones report what they hold.
+        out: where files go; by default the folder itself, or `bench-report` for several.
+
+    Returns:
+        That folder.
+
+    Raises:
+        UserError: a folder that holds no results.
+    """
+    runs: list[dict[str, Any]] = []
+    answers = []
+    for folder in folders:
+        run = read_run(folder)
+        results = read_results(folder)
+        if run is None or not results:
+            raise UserError(f"{folder}: no results of a bench")
+        summary = summarize(run, results, read_ratings(folder))
+        runs.append({"name": _name(folder, [r["name"] for r in runs]), **summary})
+        answers.append(results)
+    target = out or (folders[0] if len(folders) == 1 else Path("bench-report"))
+    target.mkdir(parents=True, exist_ok=True)
+    document = {"format": 1, "runs": runs}
+    write_whole(target / SUMMARY, json.dumps(document, ensure_ascii=False, indent=1, allow_nan=False) + "\n")
+    figures = dict(_figures(runs, target))
+    write_whole(target / REPORT, html.page(runs, figures, answers))
+    return target
+
+
+def _name(folder: Path, taken: Sequence[str]) -> str:
+    name = folder.resolve().name
+    return name if name not in taken else f"{name} ({len(taken) + 1})"
+
+
+def all_arms(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The arms of all runs, named after their run where there are several."""
+    several = len(runs) > 1
+    return {
+        f"{run['name']}: {name}" if several else name: arm
+        for run in runs
+        for name, arm in run["arms"].items()
+    }
+
+
+def _figures(runs: Sequence[Mapping[str, Any]], folder: Path) -> Iterator[tuple[str, str]]:
+    """(name, SVG as a data URI) of each figure that the data allow; PNG and SVG files beside the report."""
+    plt = plots.start()
+    arms = all_arms(runs)
+    kinds = {run["data"]["kind"] for run in runs}
+    score = runs[0]["primary"][1] if len(kinds) == 1 else "score"
+    qualities = [("score", score)] + ([("f1", "F1")] if kinds == {"squad"} else [])
+    qualities.append(("logprob_per_token", "target log-prob per token"))
+    speed, energy = ("tokens_per_s", "tokens/s"), ("joules_per_token", "joules per token")
+    panels = [speed, energy, *qualities]
+    draw: dict[str, Callable[[], Any]] = {
+        "pareto_speed": lambda: plots.pareto(plt, arms, speed[0], "tokens per second", qualities),
+        "pareto_energy": lambda: plots.pareto(
+            plt, arms, energy[0], "joules per token (less is to the right)", qualities, low_x=True
+        ),
+        "width": lambda: plots.widths(plt, arms, panels),
+        "depth": lambda: plots.depths(plt, arms),
+    }
+    for setting in _SWEPT:
+        draw[f"ablation_{setting}"] = partial(plots.ablation, plt, arms, setting, panels)
+    for name, make in draw.items():
+        figure = make()
+        for suffix in ("png", "svg"):
+            (folder / f"{name}.{suffix}").unlink(missing_ok=True)
+        if figure is None:
+            continue
+        images = {}
+        for suffix in ("png", "svg"):
+            buffer = io.BytesIO()
+            # Without dates, a report of the same results is the same bytes.
+            figure.savefig(buffer, format=suffix, metadata={"Date": None} if suffix == "svg" else {})
+            images[suffix] = buffer.getvalue()
+            write_whole(folder / f"{name}.{suffix}", images[suffix])
+        plt.close(figure)
+        yield name, "data:image/svg+xml;base64," + base64.b64encode(_slim(images["svg"])).decode()
+
+
+def _slim(svg: bytes) -> bytes:
+    """An SVG without its XML prologue and metadata, which an image element needs none of."""
+    text = svg.decode("utf-8")
+    return re.sub(r"<metadata>.*?</metadata>", "", text[text.index("<svg") :], flags=re.S).encode("utf-8")

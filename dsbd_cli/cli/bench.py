@@ -1,0 +1,200 @@
+"""`dsbd bench`: methods against each other on quality, speed and energy; and reports from its folders."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+from dsbd_cli.cli.options import Chosen, decoding_options
+from dsbd_cli.cli.output import Out
+
+DATA, RUN, JUDGE = "Data and methods", "Run", "MT-Bench judge"
+
+
+class DefaultRun(TyperGroup):
+    """`dsbd bench --dataset ...` is `dsbd bench run --dataset ...`."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        if args and args[0] not in self.commands and args[0] not in ("-h", "--help"):
+            args = ["run", *args]
+        return super().parse_args(ctx, args)
+
+
+app = typer.Typer(
+    name="bench",
+    cls=DefaultRun,
+    help="Compare methods on quality, speed and energy. `dsbd bench --dataset spider` is `dsbd bench run ...`.",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+)
+
+
+@app.command("run")
+@decoding_options
+def run(
+    chosen: Chosen,
+    dataset: Annotated[
+        str,
+        typer.Option(
+            "--dataset",
+            help="spider, squad, mt-bench, or a JSONL file with `prompt` and optional `references`.",
+            rich_help_panel=DATA,
+        ),
+    ],
+    data_dir: Annotated[
+        Path | None,
+        typer.Option(
+            "--data-dir",
+            help="Folder with the official files; without it the small built-in sample is used.",
+            rich_help_panel=DATA,
+        ),
+    ] = None,
+    methods: Annotated[
+        str,
+        typer.Option(
+            "--methods",
+            help="Comma-separated: multinomial, beam, speculative, specinfer, dsbd, dsbd:paper, dsbd:continue, "
+            "dsbd:cover, dsbd-kv-one, hf-sample, hf-beam-sample, hf-beam-search, hf-assisted; "
+            "or default, ours, hf, all.",
+            rich_help_panel=DATA,
+        ),
+    ] = "default",
+    sweep: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--sweep",
+            help='Settings to try, e.g. "gamma=2,3 draft_width=2..6 threshold=none,0.9"; may be given more '
+            "than once (united), `preset` takes the preset's.",
+            rich_help_panel=DATA,
+        ),
+    ] = None,
+    limit: Annotated[
+        int | None,
+        typer.Option(
+            "--limit",
+            help="Items, 0 = all. Default: few enough for ten minutes on two cores.",
+            rich_help_panel=DATA,
+        ),
+    ] = None,
+    hf_limit: Annotated[
+        int | None,
+        typer.Option(
+            "--hf-limit", help="Items for the Hugging Face methods; default --limit.", rich_help_panel=DATA
+        ),
+    ] = None,
+    repeats: Annotated[
+        int, typer.Option("--repeats", help="Answers per item and method.", rich_help_panel=RUN)
+    ] = 1,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            "--out",
+            help="Folder for results; the same command goes on in it. Default bench-DATASET.",
+            rich_help_panel=RUN,
+        ),
+    ] = None,
+    baseline: Annotated[
+        str, typer.Option("--baseline", help="Arm that speeds are compared with.", rich_help_panel=RUN)
+    ] = "beam",
+    tensor_parallel: Annotated[
+        int,
+        typer.Option(
+            "--tensor-parallel",
+            help="Under torchrun: processes that hold one target together.",
+            rich_help_panel=RUN,
+        ),
+    ] = 1,
+    keep_distinct: Annotated[
+        bool,
+        typer.Option(
+            "--keep-distinct",
+            help="Spider: compare with DISTINCT kept (the published default strips it).",
+            rich_help_panel=RUN,
+        ),
+    ] = False,
+    sql_timeout: Annotated[
+        float, typer.Option("--sql-timeout", help="Spider: seconds per query.", rich_help_panel=RUN)
+    ] = 5.0,
+    judge_url: Annotated[
+        str | None,
+        typer.Option(
+            "--judge-url",
+            help="OpenAI-compatible endpoint, e.g. http://localhost:8000/v1; the key comes from "
+            "DSBD_JUDGE_API_KEY or OPENAI_API_KEY.",
+            rich_help_panel=JUDGE,
+        ),
+    ] = None,
+    judge_model: Annotated[
+        str | None, typer.Option("--judge-model", help="Model name there.", rich_help_panel=JUDGE)
+    ] = None,
+    judge_timeout: Annotated[
+        float, typer.Option("--judge-timeout", help="Seconds per rating.", rich_help_panel=JUDGE)
+    ] = 120.0,
+) -> None:
+    """Run or resume a benchmark, and leave results, a summary and a report in a folder.
+
+    Interrupted at any time, the same command goes on where it was.
+    """
+    from dsbd_cli.bench.command import run_bench
+    from dsbd_cli.bench.plan import Options, make_plan
+    from dsbd_cli.bench.world import is_first_here
+
+    options = Options(
+        dataset=dataset,
+        data_dir=data_dir,
+        methods=methods,
+        sweeps=tuple(sweep or ()),
+        limit=limit,
+        hf_limit=hf_limit,
+        repeats=repeats,
+        out=out,
+        baseline=baseline,
+        judge_url=judge_url,
+        judge_model=judge_model,
+        judge_timeout=judge_timeout,
+        keep_distinct=keep_distinct,
+        sql_timeout=sql_timeout,
+        tensor_parallel=tensor_parallel,
+    )
+    folder = run_bench(make_plan(options, chosen))
+    if is_first_here():
+        show(folder)
+
+
+@app.command("report")
+def report(
+    folders: Annotated[list[Path], typer.Argument(metavar="DIR...", help="Folders of finished or cut runs.")],
+    out: Annotated[
+        Path | None, typer.Option("--out", help="Where the report goes; default the (first) folder itself.")
+    ] = None,
+) -> None:
+    """Rebuild the summary and the report; several folders are compared in one report."""
+    from dsbd_cli.bench.report import write_report
+
+    show(write_report(folders, out))
+
+
+@app.command("judge")
+def judge(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Folder of an MT-Bench run.")],
+    judge_url: Annotated[str, typer.Option("--judge-url", help="OpenAI-compatible endpoint.")],
+    judge_model: Annotated[str, typer.Option("--judge-model", help="Model name there.")],
+    judge_timeout: Annotated[float, typer.Option("--judge-timeout", help="Seconds per rating.")] = 120.0,
+    data_dir: Annotated[
+        Path | None, typer.Option("--data-dir", help="Folder with the official files, as in the run.")
+    ] = None,
+) -> None:
+    """Rate the answers of an MT-Bench run later, or elsewhere; no model is loaded."""
+    from dsbd_cli.bench.judging import rate_folder
+
+    show(rate_folder(folder, judge_url, judge_model, judge_timeout, data_dir))
+
+
+def show(folder: Path) -> None:
+    """The table on stdout, and where the rest is."""
+    from dsbd_cli.bench.table import summary_text
+
+    Out().write(summary_text(folder))
