@@ -143,11 +143,14 @@ class Chosen:
         from dsbd_cli.decoder import Decoder
         from dsbd_cli.decoding.methods import DRAFTING
         from dsbd_cli.loading import load_pair
+        from dsbd_cli.loading.progress import TerminalProgress
 
         need_draft = settings.method in DRAFTING
         if need_draft and spec.draft is None:
             raise UserError(f"{settings.method} needs a draft model: give --draft, or --method beam")
-        return Decoder(load_pair(spec, need_draft=need_draft), settings)
+        with TerminalProgress() as progress:
+            pair = load_pair(spec, need_draft=need_draft, progress=progress)
+        return Decoder(pair, settings)
 
 
 def decoding_options(command: Callable[..., Any]) -> Callable[..., Any]:

@@ -5,11 +5,11 @@ transformers reads the weights; the tokenizer of a byte-level file is rebuilt he
 
 from __future__ import annotations
 
+import functools
 import shutil
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -34,13 +34,13 @@ class GgufFacts:
         architecture: `general.architecture`.
         fields: metadata by key, arrays as lists.
         parameters: number of weights.
-        storage: the commonest tensor type, such as `Q4_1`.
+        reader: the parsed file.
     """
 
     architecture: str
     fields: dict[str, Any]
     parameters: int
-    storage: str
+    reader: Any = field(repr=False)
 
 
 def converted(source: Source, role: str, cache: Path, progress: Progress) -> tuple[Path, str | None]:
@@ -95,8 +95,7 @@ def read_facts(path: Path, role: str) -> GgufFacts:
     check_magic(path, role)
     try:
         reader = GGUFReader(str(path))
-        fields = {key: field.contents() for key, field in reader.fields.items()}
-        storage = Counter(str(tensor.tensor_type.name) for tensor in reader.tensors)
+        fields = {key: entry.contents() for key, entry in reader.fields.items()}
         parameters = sum(prod(int(size) for size in tensor.shape) for tensor in reader.tensors)
     except Exception as error:  # the reader trips in many ways over missing bytes
         raise UserError(f"{role} {path} ({path.stat().st_size:,} bytes) is cut short or damaged "
@@ -108,9 +107,9 @@ def read_facts(path: Path, role: str) -> GgufFacts:
     if architecture not in GGUF_SUPPORTED_ARCHITECTURES:
         raise UserError(f"{role} {path}: the installed transformers cannot read GGUF files of architecture "
                         f"{architecture!r}; use the model's Hugging Face folder")  # fmt: skip
-    if not storage:
+    if not reader.tensors:
         raise UserError(f"{role} {path} holds no weights")
-    return GgufFacts(architecture, fields, parameters, storage.most_common(1)[0][0])
+    return GgufFacts(architecture, fields, parameters, reader)
 
 
 def convert(path: Path, folder: Path, role: str, progress: Progress) -> None:
@@ -131,7 +130,7 @@ def convert(path: Path, folder: Path, role: str, progress: Progress) -> None:
                         f"{free / 1e9:.1f} GB free: set DSBD_CACHE to a folder with more")  # fmt: skip
     with quiet_transformers():
         tokenizer = build_tokenizer(path, facts, role)
-        with _reporting(progress, stage, needed):
+        with _parsed_once(facts.reader), _reporting(progress, stage, needed):
             model = _read_model(path, dtype, role)
         fresh = _rebuilt(model, dtype, role, path)
         _set_ends(fresh, facts)
@@ -139,6 +138,23 @@ def convert(path: Path, folder: Path, role: str, progress: Progress) -> None:
         fresh.save_pretrained(folder, max_shard_size="4GB")
         tokenizer.save_pretrained(folder)
     progress(stage, needed, needed)
+
+
+@contextmanager
+def _parsed_once(reader: Any) -> Iterator[None]:
+    """Hand transformers the parsed file: it would parse it twice more, and build one map per module.
+
+    Both are most of the time of a conversion; the results are the same.
+    """
+    import gguf
+
+    own = gguf.GGUFReader, gguf.get_tensor_name_map
+    gguf.GGUFReader = lambda *_, **__: reader  # type: ignore[assignment, misc]
+    gguf.get_tensor_name_map = functools.cache(own[1])
+    try:
+        yield
+    finally:
+        gguf.GGUFReader, gguf.get_tensor_name_map = own  # type: ignore[misc]
 
 
 @contextmanager

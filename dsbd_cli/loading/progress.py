@@ -52,9 +52,8 @@ class TerminalProgress:
 
 def _bar() -> Any:
     from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
 
     # Stages hold file names, which are not markup.
     words = TextColumn("{task.description}", markup=False)
-    columns = (words, BarColumn(), DownloadColumn(), TimeElapsedColumn())
-    return Progress(*columns, console=Console(stderr=True), transient=True)
+    return Progress(words, BarColumn(20), DownloadColumn(), console=Console(stderr=True), transient=True)
