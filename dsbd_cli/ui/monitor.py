@@ -96,7 +96,8 @@ class Monitor:
         if anchor is not None and common_ancestor([anchor, base]) is not anchor:
             return
         text = self._after(anchor, base)
-        if not text.endswith("\ufffd"):
+        # Never past the confirmed text: what follows the anchor is all that `contested` looks at.
+        if not text.endswith("\ufffd") and chars + len(text) <= len(self.confirmed):
             self._anchor = base, chars + len(text)
 
     def _after(self, anchor: Node | None, node: Node) -> str:

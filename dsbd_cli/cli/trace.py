@@ -1,0 +1,51 @@
+"""`dsbd trace`: replay what `dsbd generate --trace` recorded, or draw it as a page."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from dsbd_cli.cli.output import note
+from dsbd_cli.errors import UserError
+
+
+def trace(
+    file: Annotated[Path, typer.Argument(help="What `dsbd generate --trace FILE` wrote.")],
+    html: Annotated[
+        Path | None, typer.Option("--html", help="Write a page that shows the forests, and replay nothing.")
+    ] = None,
+    delay: Annotated[
+        float,
+        typer.Option("--delay", min=0, help="Seconds between iterations when replaying at a terminal."),
+    ] = 0.3,
+) -> None:
+    """Show a recorded run: what was drafted, accepted, rejected and drawn anew, iteration by iteration."""
+    from dsbd_cli.trace.read import read_trace
+
+    recorded = read_trace(file)
+    if html is not None:
+        if html.absolute() == file.absolute():
+            raise UserError("--html would write over the trace itself: give it another name")
+        from dsbd_cli.batch.store import write_whole
+        from dsbd_cli.trace.page import page
+
+        write_whole(html, [page(recorded).encode("utf-8")])
+        note(f"{len(recorded.iterations)} iterations drawn: {html}")
+        return
+    from rich.console import Console
+
+    from dsbd_cli.trace.replay import head, tail, trees
+    from dsbd_cli.ui.look import is_terminal, unicode_terminal
+
+    unicode = unicode_terminal(getattr(sys.stdout, "encoding", None)) or not is_terminal(sys.stdout)
+    console = Console(highlight=False, markup=False, emoji=False, soft_wrap=not is_terminal(sys.stdout))
+    console.print(head(recorded, unicode))
+    for tree in trees(recorded, unicode):
+        console.print(tree)
+        if is_terminal(sys.stdout):
+            time.sleep(delay)
+    console.print(tail(recorded))

@@ -1,0 +1,1 @@
+"""Explaining a run: every iteration written down, replayed in the terminal, and drawn as a page."""
