@@ -26,6 +26,9 @@ def run(
     share_embeddings: Annotated[
         bool, typer.Option("--share-embeddings", help="Leave the embeddings out; the target lends its own.")
     ] = False,
+    start: Annotated[
+        Path | None, typer.Option("--from", help="Go on training the draft in this folder (same --keep).")
+    ] = None,
     only: Annotated[str | None, typer.Option(help="Run one step alone: sample or train.")] = None,
     watch: Annotated[
         list[Path] | None, typer.Option(help="Stored answers to log overlap on while training (not chosen by).")
@@ -74,7 +77,7 @@ def run(
     options = DistillOptions(
         out=out, keep=parse_keep(keep, layers, model.config.num_hidden_layers), share_embeddings=share_embeddings,
         prompts=prompts, max_length=max_length, rows=rows, sample=sampling, train=replace(training),
-        watch={path.name: path for path in watch or []}, only=only,
+        watch={path.name: path for path in watch or []}, only=only, start=start,
     )  # fmt: skip
     try:
         distill(model, tokenizer, options, world, Console(stderr=True), command_line())

@@ -168,3 +168,18 @@ def load_shared_draft(folder: Path, target: Any) -> Any:
         raise UserError(f"{folder}: {len(missing)} weights are missing, such as {min(missing)}")
     load_own_state(draft, state)
     return draft.eval()
+
+
+def start_from(draft: Any, folder: Path) -> None:
+    """Put an earlier draft's own weights into `draft`, to go on training it.
+
+    Raises:
+        UserError: no draft there, or one of other layers.
+    """
+    if not (folder / LAYERS_FILE).is_file():
+        raise UserError(f"--from {folder}: holds no {LAYERS_FILE}; it must be a draft made with --share-embeddings")
+    state = dequantise(load_file(str(folder / LAYERS_FILE)))
+    own = own_state(draft)
+    if {name: tensor.shape for name, tensor in own.items()} != {name: t.shape for name, t in state.items()}:
+        raise UserError(f"--from {folder}: that draft has other layers; give the --keep it was made with")
+    load_own_state(draft, state)

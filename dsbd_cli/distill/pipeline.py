@@ -42,6 +42,7 @@ class DistillOptions:
     train: TrainOptions = field(default_factory=TrainOptions)
     watch: dict[str, Path] = field(default_factory=dict)
     only: str | None = None
+    start: Path | None = None
 
 
 def hardware(world: World) -> str:
@@ -98,6 +99,8 @@ def distill(
     if world.first:
         log.write("start", command=list(command), hardware=hardware(world), keep=list(options.keep))
     draft = drafts.prune(target, options.keep).to(world.device).eval()
+    if options.start is not None:
+        drafts.start_from(draft, options.start)
     kind = torch.bfloat16 if world.device.type == "cuda" else torch.float32
     target = target.to(world.device, kind).eval().requires_grad_(False)
     facts: dict[str, Any] = {}
