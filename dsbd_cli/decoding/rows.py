@@ -31,12 +31,15 @@ class Best(NamedTuple):
 
 def log_probabilities(logits: Tensor, vocab: int) -> Tensor:
     """Raw float32 log-softmax over the first `vocab` columns: padded heads get probability 0."""
-    return torch.log_softmax(logits[..., :vocab].float(), dim=-1)
+    return torch.log_softmax(logits[..., :vocab], dim=-1, dtype=torch.float32)
 
 
-def finite_rows(logits: Tensor, vocab: int) -> Tensor:
-    """bool [N]: no NaN and no infinity anywhere in the row (either makes the row's sum no number)."""
-    return torch.isfinite(logits[..., :vocab].float().sum(-1))
+def finite_rows(logps: Tensor) -> Tensor:
+    """bool [N]: whether all logits behind these log-probabilities are finite.
+
+    NaN and +inf spoil the whole row, -inf its own entry; either makes the sum no number.
+    """
+    return torch.isfinite(logps.sum(-1))
 
 
 def best_rows(logits: Tensor, vocab: int, count: int) -> Best:
@@ -45,30 +48,42 @@ def best_rows(logits: Tensor, vocab: int, count: int) -> Best:
     if kernels is not None and logits.stride(-1) == 1:
         return Best(*kernels.rows(logits, vocab, min(count, vocab)))
     logps = log_probabilities(logits, vocab)
-    return best_of(logps, finite_rows(logits, vocab), count)
+    return best_of(logps, finite_rows(logps), count)
 
 
 def best_of(logps: Tensor, finite: Tensor, count: int) -> Best:
     """`best_rows` for log-probabilities at hand: float32 [N, V] and bool [N]."""
-    vocab = logps.shape[-1]
-    count = min(count, vocab)
-    fetch = min(vocab, count + _MARGIN)
-    values, ids = _largest(logps, fetch)
-    packed = torch.cat([values, ids.int().view(torch.float32), finite.float()[:, None]], dim=1)
-    host = packed.cpu().numpy()
-    values_np = host[:, :fetch]
-    ids_np = np.ascontiguousarray(host[:, fetch : 2 * fetch]).view(np.int32).astype(np.int64)
-    good = host[:, -1] > 0
-    order = np.lexsort((ids_np, -values_np), axis=-1)[:, :count]
-    tokens = np.take_along_axis(ids_np, order, axis=-1)
-    best = np.take_along_axis(values_np, order, axis=-1)
-    if fetch < vocab:
-        # The border value may go on beyond what was fetched: then only a full stable sort is exact.
-        for i in np.flatnonzero((values_np[:, -1] == best[:, -1]) & good):
-            row = logps[int(i)].cpu().numpy()
-            tokens[i] = np.argsort(-row, kind="stable")[:count]
-            best[i] = row[tokens[i]]
-    return Best(tokens, best, good)
+    count = min(count, logps.shape[-1])
+    return unpack(pack(logps, finite, count).cpu().numpy(), logps, count)
+
+
+def pack(logps: Tensor, finite: Tensor, count: int) -> Tensor:
+    """The best entries of each row and a margin, as one tensor for one copy: float32 [N, 2 fetched + 1].
+
+    Values, ids (the bits of int32), and 1 where the row is finite.
+    """
+    values, ids = _largest(logps, min(logps.shape[-1], count + _MARGIN))
+    return torch.cat([values, ids.int().view(torch.float32), finite.float()[:, None]], dim=1)
+
+
+def unpack(host: np.ndarray, logps: Tensor, count: int) -> Best:
+    """What `pack` put together, sorted and cut to `count`; `logps` is asked where a tie goes beyond it."""
+    fetch = host.shape[1] // 2
+    values = host[:, :fetch]
+    ids = np.ascontiguousarray(host[:, fetch : 2 * fetch]).view(np.int32).astype(np.int64)
+    finite = host[:, -1] > 0
+    order = np.lexsort((ids, -values), axis=-1)[:, :count]
+    tokens = np.take_along_axis(ids, order, axis=-1)
+    best = np.take_along_axis(values, order, axis=-1)
+    if fetch < logps.shape[-1]:
+        # The border value may go on beyond what was fetched: only the whole row knows its lowest ids.
+        for i in np.flatnonzero((values.min(-1) == best[:, -1]) & finite):
+            row = logps[int(i)]
+            tied = torch.nonzero(row >= float(best[i, -1]))[:, 0]
+            everyone, worth = tied.cpu().numpy(), row[tied].cpu().numpy()
+            order = np.lexsort((everyone, -worth))[:count]
+            tokens[i], best[i] = everyone[order], worth[order]
+    return Best(tokens, best, finite)
 
 
 def _largest(values: Tensor, count: int) -> tuple[Tensor, Tensor]:

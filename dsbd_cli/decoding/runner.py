@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 
 from dsbd_cli.decoding import lean
+from dsbd_cli.decoding.cuda_graph import GraphForward, why_not
+from dsbd_cli.decoding.dense_joint import dense_joint
 from dsbd_cli.decoding.hf import TreeForward, context_limit
 from dsbd_cli.decoding.law import Row, Support, Warp, joint
 from dsbd_cli.decoding.rows import Best, best_of, best_rows, finite_rows, log_probabilities
@@ -20,7 +22,9 @@ from dsbd_cli.errors import RunError
 
 # Prompt tokens a forward: keeps the mask and the activations of a long prompt small.
 _CHUNK = 2048
-_FIRST_SLOTS = 512
+# Slots and mask rows to start with; both double when they run out.
+_SIZES = 512, 64
+_RECORDED_SIZES = 2048, 512
 
 
 class _Dense(NamedTuple):
@@ -47,6 +51,7 @@ class HfTreeModel:
         max_positions: context limit; None takes the config's.
         fast: use `lean` where it serves the model and agrees with it.
         int8: with `fast`, on a CPU: multiply in int8 (a draft's proposals may be anything).
+        graphs: record forwards as CUDA graphs; None: on a CUDA device, if the model can be recorded.
 
     Attributes:
         calls: forwards since the last `prefill`, that one left out.
@@ -62,6 +67,7 @@ class HfTreeModel:
         max_positions: int | None = None,
         fast: bool = True,
         int8: bool = False,
+        graphs: bool | None = None,
     ) -> None:
         # A `LoadedModel` names itself; a bare module is named by its config.
         module: Any = model if isinstance(model, torch.nn.Module) else model.model
@@ -74,6 +80,10 @@ class HfTreeModel:
         self.max_positions = max_positions or getattr(model, "max_positions", None) or context_limit(module)
         self.calls = 0
         self.notes: list[str] = []
+        self._graphs: GraphForward | None = None
+        self._record = self.device.type == "cuda" if graphs is None else graphs
+        if self._record and (reason := why_not(module)):
+            self._no_graphs(reason)
         self._use(
             lean.LeanForward(module, int8=int8) if fast and lean.serves(module) else TreeForward(module)
         )
@@ -106,7 +116,15 @@ class HfTreeModel:
     def _use(self, forward: TreeForward | lean.LeanForward) -> None:
         """Compute with `forward` from now on, in a new pool."""
         self._forward = forward
-        self._pool = TreePool(_FIRST_SLOTS, getattr(forward, "dtype", self.dtype), self.device)
+        # Buffers that grow cost a recording its pointers: start large where forwards are recorded.
+        slots, rows = _RECORDED_SIZES if self._record else _SIZES
+        self._pool = TreePool(slots, rows, getattr(forward, "dtype", self.dtype), self.device)
+        if self._record:
+            self._graphs = GraphForward(forward, self._pool, self.vocab_size, self.device)
+
+    def _no_graphs(self, reason: str) -> None:
+        self._record, self._graphs = False, None
+        self.notes.append(f"{self.role}: no CUDA graphs, {reason}")
 
     # What the run reports.
 
@@ -171,17 +189,22 @@ class HfTreeModel:
         batch = self._pool.missing(wanted)
         keep = [i for i, node in enumerate(batch) if node in wanted]
         plan = self._pool.plan(batch)
-        base, rows, slots = torch.tensor([plan.base, plan.mask_rows, plan.slots], device=self.device)
-        inside = torch.from_numpy(plan.inside).to(self.device)
-        mask = self._pool.masks.extend(base, rows, slots, inside)
-        head = 0 if len(keep) == len(batch) else torch.tensor(keep, device=self.device)
-        self._store([batch[i] for i in keep], self._compute(plan, slots, mask, head))
+        if not self._replay(plan, batch, keep):
+            base, rows, slots = torch.tensor([plan.base, plan.mask_rows, plan.slots], device=self.device)
+            inside = torch.from_numpy(plan.inside).to(self.device)
+            mask = self._pool.masks.extend(base, rows, slots, inside)
+            head = 0 if len(keep) == len(batch) else torch.tensor(keep, device=self.device)
+            self._store([batch[i] for i in keep], self._compute(plan, slots, mask, head))
         self.calls += 1
 
     def knows(self, node: Node) -> bool:
         return node in self._rows
 
     def joint(self, parents: Sequence[Node], scores: Sequence[float], warp: Warp) -> Support:
+        if not warp.row_size and self.device.type == "cuda":
+            for node in parents:
+                self._checked(node)
+            return dense_joint(scores, torch.stack([self.log_row(node) for node in parents]), warp)
         return joint(scores, [self._row(node, warp.row_size) for node in parents], warp)
 
     def best(self, node: Node, count: int) -> tuple[np.ndarray, np.ndarray]:
@@ -207,6 +230,21 @@ class HfTreeModel:
 
     # Inside.
 
+    def _replay(self, plan: Plan, batch: list[Node], keep: list[int]) -> bool:
+        """Forward by a recording, if there is one or can be."""
+        if self._graphs is None or not self._graphs.takes(plan):
+            return False
+        try:
+            if self._row_size:
+                block = self._graphs.best(plan, self._row_size)
+                self._rows.update((batch[i], _Sparse(block, i)) for i in keep)
+            else:
+                self._store([batch[i] for i in keep], self._graphs.logits(plan)[keep])
+        except RuntimeError as error:
+            self._no_graphs(f"recording failed ({str(error).splitlines()[0]})")
+            return False
+        return True
+
     def _compute(self, plan: Plan, slots: Tensor, mask: Tensor, head: Tensor | int) -> Tensor:
         """Logits [K, V'] of the nodes that `head` names."""
         cache = self._pool.cache
@@ -221,7 +259,7 @@ class HfTreeModel:
             self._rows.update((node, _Sparse(block, i)) for i, node in enumerate(nodes))
         else:
             logps = log_probabilities(logits, self.vocab_size)
-            finite = finite_rows(logits, self.vocab_size).tolist()
+            finite = finite_rows(logps).tolist()
             self._rows.update((node, _Dense(logps[i], finite[i])) for i, node in enumerate(nodes))
 
     def _checked(self, node: Node) -> _Dense | _Sparse:

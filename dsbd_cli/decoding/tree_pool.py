@@ -16,8 +16,6 @@ import torch
 from dsbd_cli.decoding.kv_pool import MaskTable, Slots, TreeCache
 from dsbd_cli.decoding.tree import Node
 
-_FIRST_ROWS = 64
-
 
 @dataclass(frozen=True)
 class Plan:
@@ -56,7 +54,7 @@ class TreePool:
     """One model's tree over one key/value buffer.
 
     Args:
-        capacity: slots to start with; doubles when they run out.
+        capacity, rows: slots and mask rows to start with; both double when they run out.
         dtype, device: the model's.
 
     Attributes:
@@ -65,10 +63,10 @@ class TreePool:
         root: the node that stands for the prompt.
     """
 
-    def __init__(self, capacity: int, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, capacity: int, rows: int, dtype: torch.dtype, device: torch.device) -> None:
         self.slots = Slots(capacity)
         self.cache = TreeCache(capacity)
-        self.masks = MaskTable(_FIRST_ROWS, capacity, dtype, device)
+        self.masks = MaskTable(rows, capacity, dtype, device)
         self.device = device
         self.prompt: list[int] = []
         self.root = Node(-1, None)

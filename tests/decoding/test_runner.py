@@ -34,7 +34,6 @@ FAMILIES = {
 
 def family(folder, name, attention):
     kind = name.split("-")[0]
-    attention = attention.replace("lean", "eager")
     wide = {"init_std": 0.3} if kind == "opt" else {"initializer_range": 0.3}
     model = rand(folder, kind, **(wide | FAMILIES[name]))
     try:
@@ -54,14 +53,14 @@ def children(rng, node, count):
     return [Node(rng.randrange(VOCAB), node) for _ in range(count)]
 
 
-@pytest.mark.parametrize("attention", ["eager", "sdpa", "lean"])
+@pytest.mark.parametrize("attention", ["eager", "sdpa", "replayed", "lean", "lean replayed"])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_tree_forward_is_path_by_path_through_hundreds_of_rounds(tmp_path, name, attention):
-    fast = attention == "lean"
-    model = family(tmp_path, name, "sdpa" if fast and name != "gemma2" else attention)
+    fast, replayed = "lean" in attention, "replayed" in attention
+    model = family(tmp_path, name, attention if attention in ("eager", "sdpa") else "eager")
     if fast and not lean.serves(model):
         pytest.skip(f"{name} is left to its own modelling code")
-    tree = HfTreeModel(model, vocab_size=VOCAB, fast=fast)
+    tree = HfTreeModel(model, vocab_size=VOCAB, fast=fast, graphs=replayed)
     tree.require_tree()
     assert isinstance(tree._forward, lean.LeanForward) == fast
     rng = random.Random(1)
@@ -88,7 +87,8 @@ def test_tree_forward_is_path_by_path_through_hundreds_of_rounds(tmp_path, name,
         if depth > 60:
             tree.prefill(ids, root := Node(-1, None))
             leaves = [root]
-    assert tree._pool.slots.capacity <= 512
+    assert tree._pool.slots.capacity <= (2048 if replayed else 512)
+    assert not tree.notes
     tree.prefill(ids, Node(-1, None))
     assert tree._pool.slots.live == len(ids)
 

@@ -1,0 +1,204 @@
+"""One forward as one replay: CUDA graphs over static buffers, unmodified modelling code inside.
+
+Launching a model's kernels one by one from Python costs several times what they compute (design.md
+section 6: 45.7 ms against 9.7 for an 8B). A forward is therefore padded to the next bucket of node
+counts and of slots, and recorded once per bucket, from the copied inputs to the best entries of each
+row. In go six integers a node, out comes one small block: one copy each way, one synchronisation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dsbd_cli.decoding.kv_pool import SPARE
+from dsbd_cli.decoding.rows import Best, finite_rows, log_probabilities, pack, unpack
+from dsbd_cli.decoding.tree_pool import Plan, TreePool
+
+NODE_BUCKETS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64)
+_LEAST_SLOTS = 256
+_INPUTS = 6  # ids, positions, slots, mask rows, base rows, and who sees whom as 64 bits
+
+
+def node_bucket(count: int) -> int | None:
+    """The smallest bucket that holds `count` nodes; None above the largest."""
+    return next((bucket for bucket in NODE_BUCKETS if bucket >= count), None)
+
+
+def slot_bucket(used: int, capacity: int) -> int:
+    """Slots to look at: 256, 384, 512, 768, 1024, ... so that few sizes come up; at most `capacity`."""
+    size = _LEAST_SLOTS
+    while size < used:
+        size = size * 3 // 2 if size & (size - 1) == 0 else size * 4 // 3
+    return min(size, capacity)
+
+
+def pad(plan: Plan, size: int) -> Tensor:
+    """A plan as int64 [6, size]: padded nodes write to the spare slot, which only they see."""
+    count = len(plan)
+    packed = np.zeros((_INPUTS, size), dtype=np.int64)
+    packed[2, count:] = SPARE
+    packed[:5, :count] = plan.ids, plan.positions, plan.slots, plan.mask_rows, plan.base
+    seen = np.zeros((size, 64), dtype=bool)
+    seen[:count, :count] = plan.inside
+    # A padded row hidden from everything would be NaN, and NaN in the spare slot would spread.
+    seen[count:, count:size] = True
+    packed[5] = np.packbits(seen, axis=1, bitorder="little").view(np.int64)[:, 0]
+    return torch.from_numpy(packed)
+
+
+def seen_inside(bits: Tensor) -> Tensor:
+    """bool [N, N] from N words of 64 bits."""
+    return ((bits[:, None] >> torch.arange(len(bits), device=bits.device)) & 1).bool()
+
+
+@dataclass
+class _Recorded:
+    """One bucket: its buffers, and how to run it."""
+
+    inputs: Tensor
+    staging: Tensor
+    logits: Tensor
+    logps: Tensor
+    packed: Tensor
+    landing: Tensor
+    replay: Callable[[], None]
+
+
+@dataclass
+class GraphForward:
+    """Runs plans over `pool` with `forward`, recorded.
+
+    Args:
+        forward: `hf.TreeForward` or `lean.LeanForward`.
+        pool: whose buffers the recordings point to; when they grow, everything is recorded anew.
+        vocab: columns of the head that count.
+        device: where to run. On a CPU nothing is recorded, the same steps run as they are (tests).
+
+    Attributes:
+        recordings: how many buckets were recorded so far.
+    """
+
+    forward: Any
+    pool: TreePool
+    vocab: int
+    device: torch.device
+    recordings: int = 0
+    _memory: Any = None
+    _buckets: dict[tuple[int, int, int], _Recorded] = field(default_factory=dict)
+    _pointers: tuple[int, int] = (0, 0)
+
+    def takes(self, plan: Plan) -> bool:
+        """Whether there is a bucket for a plan of this size."""
+        return node_bucket(len(plan)) is not None
+
+    def best(self, plan: Plan, count: int) -> Best:
+        """Forward `plan`; the `count` best entries of every node's row."""
+        size = min(count, self.vocab)
+        bucket = self._run(plan, size)
+        bucket.landing.copy_(bucket.packed, non_blocking=True)
+        self._wait()
+        return unpack(bucket.landing.numpy()[: len(plan)], bucket.logps, size)
+
+    def logits(self, plan: Plan) -> Tensor:
+        """Forward `plan`; logits [N, V'], valid until the next forward."""
+        return self._run(plan, 0).logits[: len(plan)]
+
+    def _run(self, plan: Plan, size: int) -> _Recorded:
+        pointers = (self.pool.cache.capacity, self.pool.masks.table.data_ptr())
+        if pointers != self._pointers:
+            self._buckets.clear()
+            self._pointers = pointers
+        nodes = node_bucket(len(plan))
+        assert nodes is not None
+        key = nodes, slot_bucket(plan.used, self.pool.cache.capacity), size
+        packed = pad(plan, nodes)
+        bucket = self._buckets.get(key)
+        if bucket is None:
+            bucket = self._buckets[key] = self._record(packed, key[1], size)
+            self.recordings += 1
+        else:
+            bucket.staging.copy_(packed)
+            bucket.inputs.copy_(bucket.staging, non_blocking=True)
+            bucket.replay()
+        return bucket
+
+    def _record(self, packed: Tensor, slots: int, size: int) -> _Recorded:
+        """Run `packed` for the first time, and keep how."""
+        inputs = packed.to(self.device)
+        cuda = self.device.type == "cuda"
+        outputs: list[Tensor] = []
+
+        def steps() -> None:
+            outputs[:] = self._steps(inputs, slots, size)
+
+        if cuda:
+            replay = self._capture(steps)
+        else:
+            steps()
+            replay = steps
+        logits, logps, best = outputs
+        staging, landing = torch.empty(packed.shape, dtype=torch.long), torch.empty(best.shape)
+        if cuda:
+            staging, landing = staging.pin_memory(), landing.pin_memory()
+        bucket = _Recorded(inputs, staging, logits, logps, best, landing, replay)
+        if not cuda:
+
+            def again() -> None:
+                steps()
+                bucket.logits, bucket.logps, bucket.packed = outputs
+
+            bucket.replay = again
+        return bucket
+
+    def _steps(self, inputs: Tensor, slots: int, size: int) -> list[Tensor]:
+        """The forward itself, on tensors of fixed shapes."""
+        ids, positions, where, rows, base, bits = inputs
+        mask = self.pool.masks.extend(base, rows, where, seen_inside(bits))
+        cache = self.pool.cache
+        cache.slots, cache.used = where, slots
+        logits = self.forward(cache, ids, positions, mask[:, :slots], 0)
+        if not size:
+            return [logits, logits, logits[:0]]
+        logps = log_probabilities(logits, self.vocab)
+        return [logits, logps, pack(logps, finite_rows(logps), size)]
+
+    def _capture(self, steps: Callable[[], None]) -> Callable[[], None]:
+        """Warm up, record, and run once; the replay."""
+        side = torch.cuda.Stream(self.device)
+        side.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(side):
+            # Libraries set themselves up in the first runs; writing the same slots again is harmless.
+            for _ in range(2):
+                steps()
+        torch.cuda.current_stream(self.device).wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        if self._memory is None:
+            self._memory = torch.cuda.graph_pool_handle()
+        with torch.cuda.graph(graph, pool=self._memory):
+            steps()
+        graph.replay()
+        return graph.replay
+
+    def _wait(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).synchronize()
+
+
+def why_not(model: Any) -> str | None:
+    """What keeps a model from being recorded; None where nothing is known to."""
+    devices = {weight.device for weight in model.parameters()}
+    if len(devices) > 1:
+        return "its weights are spread over several devices"
+    if any(hasattr(module, "_hf_hook") for module in model.modules()):
+        return "its weights are moved by hooks"
+    scaling = getattr(model.config.get_text_config(), "rope_parameters", None) or {}
+    kinds = {str(part.get("rope_type")) for part in scaling.values() if isinstance(part, dict)}
+    if {str(scaling.get("rope_type")), *kinds} & {"dynamic", "longrope"}:
+        return "its positions depend on the length so far"
+    return None

@@ -1,0 +1,126 @@
+"""Padding, buckets and packing of recorded forwards; on a CPU the same steps run unrecorded."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+import torch
+
+from dsbd_cli.decoding.cuda_graph import NODE_BUCKETS, node_bucket, pad, seen_inside, slot_bucket, why_not
+from dsbd_cli.decoding.dense_joint import dense_joint
+from dsbd_cli.decoding.law import Row, Warp, joint
+from dsbd_cli.decoding.runner import HfTreeModel
+from dsbd_cli.decoding.tree import Node
+from dsbd_cli.decoding.tree_pool import Plan
+from tests.builders import VOCAB, rand
+
+
+def test_buckets_hold_what_they_are_for():
+    for count in range(1, 65):
+        bucket = node_bucket(count)
+        assert bucket is not None
+        assert count <= bucket <= max(2, 2 * count - 1)
+    assert node_bucket(65) is None
+    sizes = {slot_bucket(used, 8192) for used in range(1, 8193)}
+    assert sorted(sizes) == [256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192]
+    assert all(used <= slot_bucket(used, 8192) <= max(256, 1.5 * used) for used in range(1, 8193))
+    assert slot_bucket(600, 700) == 700
+
+
+@pytest.mark.parametrize("count", [1, 3, 40, 63, 64])
+def test_padding_keeps_the_plan_and_shows_padded_nodes_only_themselves(count):
+    rng = np.random.default_rng(count)
+    inside = np.tril(rng.random((count, count)) < 0.5) | np.eye(count, dtype=bool)
+    numbers = [list(range(base, base + count)) for base in (5, 100, 200, 300, 400)]
+    plan = Plan(*numbers, inside, 512)
+    size = node_bucket(count)
+    packed = pad(plan, size)
+    assert packed[:5, :count].tolist() == numbers
+    assert not packed[:5, count:].any()
+    seen = seen_inside(packed[5])
+    assert np.array_equal(seen[:count, :count].numpy(), inside)
+    assert not seen[:count, count:].any()
+    assert seen[count:, count:].all()
+    assert not seen[count:, :count].any()
+
+
+def test_replays_of_any_size_equal_plain_forwards(tmp_path):
+    model = rand(tmp_path, initializer_range=0.3, num_key_value_heads=2)
+    trees = [HfTreeModel(model, vocab_size=VOCAB, graphs=graphs) for graphs in (True, False)]
+    root, rng = Node(-1, None), random.Random(0)
+    for tree in trees:
+        tree.prefill([5, 6, 7], root, row_size=6)
+    for count in [*range(1, 20), 33, 64, 65, 2, 1]:
+        level = [Node(rng.randrange(VOCAB), root) for _ in range(count)]
+        below = [Node(rng.randrange(VOCAB), node) for node in level[:3]]
+        for nodes in (level, below):
+            for tree in trees:
+                tree.forward(nodes)
+            for node in nodes:
+                replayed, plain = (tree.best(node, 6) for tree in trees)
+                assert np.array_equal(replayed[0], plain[0])
+                assert np.abs(replayed[1] - plain[1]).max() < 1e-4
+        for tree in trees:
+            tree.retain([])
+    # One recording a bucket of nodes, however often it is used; 65 nodes have none.
+    recorded = trees[0]._graphs
+    assert recorded is not None
+    assert recorded.recordings == len(NODE_BUCKETS)
+    assert trees[0].calls == trees[1].calls
+
+
+def test_buffers_that_grow_are_recorded_anew(tmp_path, monkeypatch):
+    monkeypatch.setattr("dsbd_cli.decoding.runner._RECORDED_SIZES", (16, 4))
+    model = rand(tmp_path, initializer_range=0.3)
+    tree, root = HfTreeModel(model, vocab_size=VOCAB, graphs=True), Node(-1, None)
+    tree.prefill([1, 2, 3], root)
+    node, known = root, []
+    for step in range(40):
+        node = Node(step, node)
+        tree.forward([node])
+        known.append(node)
+    with torch.inference_mode():
+        logits = model(torch.tensor([[1, 2, 3, *node.tokens()]])).logits[0]
+    assert (tree.log_row(node) - torch.log_softmax(logits[-1], -1)).abs().max() < 1e-4
+    assert tree._graphs is not None
+    assert tree._graphs.recordings > 2
+
+
+def test_what_cannot_be_recorded_runs_as_it_is(tmp_path, monkeypatch):
+    def broken(self, packed, slots, size):
+        raise RuntimeError("operation not permitted when stream is capturing\nmore")
+
+    monkeypatch.setattr("dsbd_cli.decoding.cuda_graph.GraphForward._record", broken)
+    tree, root = HfTreeModel(rand(tmp_path), vocab_size=VOCAB, graphs=True), Node(-1, None)
+    tree.prefill([1, 2, 3], root, row_size=2)
+    node = Node(4, root)
+    tree.forward([node])
+    assert tree.knows(node)
+    assert tree.notes == [
+        "target: no CUDA graphs, recording failed (operation not permitted when stream is capturing)"
+    ]
+
+
+def test_positions_that_depend_on_the_length_are_not_recorded(tmp_path):
+    scaled = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
+    assert "positions" in why_not(rand(tmp_path, rope_parameters=scaled))
+    assert why_not(rand(tmp_path)) is None
+
+
+@pytest.mark.parametrize("top_p", [1.0, 0.9, 0.3, 1e-9])
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 3.0])
+@pytest.mark.parametrize("levels", [3, 10**6])
+def test_the_joint_on_the_device_is_the_law(temperature, top_p, levels):
+    rng = np.random.default_rng(levels)
+    scores = [-0.3, -2.0, -0.3]
+    # Equal rows under equal scores: ties by parent and by token.
+    logits = torch.tensor(rng.integers(0, levels, (2, 200)) / levels * 6, dtype=torch.float32)
+    logps = torch.log_softmax(torch.cat([logits, logits[:1]]), -1)
+    warp = Warp(temperature, 0, top_p)
+    rows = [Row(np.arange(200), row.numpy().astype(np.float64)) for row in logps]
+    for ours, law in zip(dense_joint(scores, logps, warp), joint(scores, rows, warp), strict=True):
+        assert np.allclose(ours, law, rtol=1e-12, atol=0)
+    with pytest.raises(ValueError, match="best entries"):
+        dense_joint(scores, logps, Warp(1.0, 5, 1.0))
