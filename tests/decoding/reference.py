@@ -13,6 +13,8 @@ from typing import NamedTuple
 
 from tests.decoding.table_model import Path, PathLaw
 
+Slots = tuple[Path, ...]
+
 
 class T(NamedTuple):
     """Temperature, top-k (0: off), top-p (1: off)."""
@@ -81,17 +83,17 @@ def set_process(
     budget: int,
     early_stopping: str = "heuristic",
     alpha: float = 1.0,
-    layers: int | None = None,
 ) -> dict[Outcome, float]:
-    """Beam sampling as a process of sets: the law over whole runs (or over their first `layers`)."""
+    """Beam sampling as a process of sets: the law over whole runs."""
     done: dict[Outcome, float] = defaultdict(float)
-    open_: dict[tuple[tuple[frozenset[Path], ...], frozenset[Path], frozenset[Path]], float]
-    open_ = {((), frozenset(), frozenset({()})): 1.0}
+    # The active set keeps the order of its first draws: ties under T go to the earlier parent.
+    open_: dict[tuple[tuple[frozenset[Path], ...], frozenset[Path], Slots], float]
+    open_ = {((), frozenset(), ((),)): 1.0}
 
     def score(path: Path) -> float:
         return logprob(law, path) / len(path) ** alpha if path else 0.0
 
-    def over(pool: frozenset[Path], active: frozenset[Path]) -> bool:
+    def over(pool: frozenset[Path], active: Slots) -> bool:
         if not active:
             return True
         if early_stopping == "never":
@@ -103,21 +105,21 @@ def set_process(
         )
 
     while open_:
-        following: dict[tuple[tuple[frozenset[Path], ...], frozenset[Path], frozenset[Path]], float]
+        following: dict[tuple[tuple[frozenset[Path], ...], frozenset[Path], Slots], float]
         following = defaultdict(float)
         for (history, pool, active), mass in open_.items():
-            draw = p_beam(law, sorted(active), t)
-            layer_law: dict[frozenset[Path], float] = defaultdict(float)
+            draw = p_beam(law, active, t)
             for drawn in itertools.product(draw, repeat=width):
-                layer_law[frozenset(drawn)] += math.prod(draw[path] for path in drawn)
-            for layer, share in layer_law.items():
+                layer = tuple(dict.fromkeys(drawn))
                 ended = {path for path in layer if path[-1] in eos or len(path) >= budget}
-                following[(*history, layer), pool | ended, frozenset(layer - ended)] += mass * share
+                going = tuple(path for path in layer if path not in ended)
+                share = math.prod(draw[path] for path in drawn)
+                following[(*history, frozenset(layer)), pool | ended, going] += mass * share
         open_ = {}
         for (history, pool, active), mass in following.items():
-            if over(pool, active) or (layers is not None and len(history) >= layers):
-                answer = max(sorted(pool | active), key=score)
-                done[Outcome(history, pool, active, answer)] += mass
+            if over(pool, active):
+                answer = max(sorted(pool | set(active)), key=score)
+                done[Outcome(history, pool, frozenset(active), answer)] += mass
             else:
                 open_[history, pool, active] = mass
     return dict(done)

@@ -182,8 +182,8 @@ def test_one_cache_keeps_the_best_active_of_every_iteration(verify: str) -> None
     """`--kv one` is the full method, cut after each iteration to the unfinished output with the best l."""
     given: dict[str, Any] = {"method": "dsbd", "verify": verify, "gamma": 2, "draft_width": 2}
     given["early_stopping"] = "never"
-    every = Toy(TARGET, GOOD, settings_for(ON, max_new_tokens=5, **given), EOS)
-    one = Toy(TARGET, GOOD, settings_for(ON, max_new_tokens=5, kv="one", **given), EOS)
+    every = Toy(TARGET, GOOD, settings_for(TWO, max_new_tokens=5, **given), EOS)
+    one = Toy(TARGET, GOOD, settings_for(TWO, max_new_tokens=5, kv="one", **given), EOS)
     for state in (State(), State(active=((1, 0),), pool=((3,),))):
         cut: dict[Any, float] = defaultdict(float)
         for (layers, after, stopped), mass in whole_iterations(every, state).items():

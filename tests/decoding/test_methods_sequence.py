@@ -44,6 +44,8 @@ def toy(method: str, draft: str, t: T, budget: int = 3, **more: Any) -> Toy:
 @pytest.mark.parametrize("draft", DRAFTS)
 @pytest.mark.parametrize("method", METHODS)
 def test_exact_law(method: str, draft: str, t: T) -> None:
+    if method == "specinfer 2,2" and t is OFF:
+        t = T(1.0, 0, 0.9)  # of two whole levels of pairs there are too many
     law = toy(method, draft, t).sequences()
     assert sum(law.values()) == pytest.approx(1, abs=1e-12)
     assert total_variation(law, expected(draft, t, 3)) < 1e-9
