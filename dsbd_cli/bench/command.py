@@ -58,10 +58,11 @@ def check_plan(plan: Plan, prompter: Prompter, scorer: Scorer) -> Plan:
             raise UserError(f"{dataset.source}: no gold query works; {first[0]}: {first[1]}")
         skipped = {**dataset.skipped, "gold query fails": len(faults)}
         dataset = dataclasses.replace(dataset, items=good, skipped=skipped)
-        tell(f"{len(faults)} items are left out, their gold query fails; {first[0]}: {first[1]}")
+        tell(f"left out, because the gold query fails: {len(faults)} item(s); {first[0]}: {first[1]}")
     checked = check_prompts(prompter, dataset)
     if len(checked.items) < len(dataset.items):
-        tell(f"{len(dataset.items) - len(checked.items)} items are left out: {list(checked.skipped)[-1]}")
+        reason, count = list(checked.skipped.items())[-1]
+        tell(f"left out, {reason}: {count} item(s)")
     return dataclasses.replace(plan, dataset=checked)
 
 

@@ -161,23 +161,22 @@ def _answer(pair: Pair, ids: list[int], budget: int, stop: Sequence[str], clock:
     """What `generate` returned, less the padding behind the EOS, with the reason it ended."""
     end = next((at for at, token in enumerate(ids) if token in pair.eos_ids), None)
     detokenize = Detokenizer(pair.tokenizer)
-    if end is not None:
-        ids, reason = ids[: end + 1], "eos"
-        text = detokenize(ids[:-1])
-    else:
-        ids = _unpadded(ids, detokenize, stop)
-        text = detokenize(ids)
-        reason = "length" if len(ids) >= budget else "early_stop"
-    at = first_stop(text, stop) if stop else None
+    calls = max(0, clock.calls - 1)
+    # A stop string inside an accepted block may stand before an EOS of the same block.
+    body = ids if end is None else ids[:end]
+    at = first_stop(detokenize(body), stop) if stop else None
     if at is not None:
-        text, reason = text[:at], "stop"
-    return HfAnswer(text, ids, reason, clock.prefill_s, max(0, clock.calls - 1))
+        return HfAnswer(
+            detokenize(body)[:at], _until_stop(body, detokenize, stop), "stop", clock.prefill_s, calls
+        )
+    if end is not None:
+        return HfAnswer(detokenize(body), ids[: end + 1], "eos", clock.prefill_s, calls)
+    reason = "length" if len(ids) >= budget else "early_stop"
+    return HfAnswer(detokenize(ids), ids, reason, clock.prefill_s, calls)
 
 
-def _unpadded(ids: list[int], detokenize: Callable[[Sequence[int]], str], stop: Sequence[str]) -> list[int]:
-    """Beams that ended by a stop string are padded behind it: cut after the token that completed it."""
-    if not stop or first_stop(detokenize(ids), stop) is None:
-        return ids
+def _until_stop(ids: list[int], detokenize: Callable[[Sequence[int]], str], stop: Sequence[str]) -> list[int]:
+    """The ids up to the token that completed a stop string; padding of ended beams goes with the rest."""
     low, high = 1, len(ids)
     while low < high:
         middle = (low + high) // 2

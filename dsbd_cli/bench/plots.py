@@ -79,7 +79,7 @@ def pareto(plt: Any, arms: Mapping[str, Any], x: str, x_label: str, qualities: S
     if not usable or not qualities:
         return None
     figure, axes = plt.subplots(
-        1, len(qualities), figsize=(5.6 * len(qualities), 4.6), squeeze=False, layout="constrained"
+        1, len(qualities), figsize=(max(6.6, 5.6 * len(qualities)), 4.6), squeeze=False, layout="constrained"
     )
     labels: list[tuple[Any, list[tuple[Point, str]]]] = []
     for axis, (quality, label) in zip(axes[0], qualities, strict=True):
@@ -161,7 +161,7 @@ def _labels(figure: Any, axis: Any, spots: Sequence[tuple[Point, str]]) -> None:
 # Offsets in points, nearest first, with the side the text is anchored on.
 _PLACES = tuple(
     (dx * sign, dy, "left" if sign > 0 else "right")
-    for dx, dy in ((8, 0), (7, 9), (7, -9), (12, 18), (12, -18), (14, 28), (14, -28), (16, 40), (16, -40))
+    for dx, dy in ((7, 8), (7, -8), (8, 0), (12, 18), (12, -18), (14, 28), (14, -28), (16, 40), (16, -40))
     for sign in (1, -1)
 )
 
@@ -182,9 +182,8 @@ def _legend(figure: Any, arms: Mapping[str, Any]) -> None:
                label=names.get(g, g))
         for g in groups
     ]  # fmt: skip
-    figure.legend(
-        handles=handles, loc="outside upper center", ncols=min(6, len(handles)), frameon=False, fontsize=9
-    )
+    columns = min(len(handles), max(3, int(figure.get_size_inches()[0] / 1.75)))
+    figure.legend(handles=handles, loc="outside upper center", ncols=columns, frameon=False, fontsize=9)
 
 
 def widths(plt: Any, arms: Mapping[str, Any], panels: Sequence[tuple[str, str]]) -> Any:

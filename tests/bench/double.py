@@ -1,0 +1,109 @@
+"""A bench without weights: a backend whose answers, clocks and joules are known beforehand."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from dsbd_cli.bench.arms import Arm
+from dsbd_cli.bench.measure import Answer
+from dsbd_cli.bench.plan import Options, Plan, make_plan
+from dsbd_cli.bench.prompting import Prompter
+from dsbd_cli.cli.options import Chosen
+from dsbd_cli.energy import EnergyMeter
+
+SPEED = {"multinomial": 20.0, "beam": 10.0, "speculative": 30.0, "specinfer": 25.0, "dsbd": 15.0}
+
+
+class BytesTokenizer:
+    """One id per byte; no template."""
+
+    chat_template = None
+    bos_token_id = 0
+    eos_token_id = 1
+
+    def __call__(self, text: str, add_special_tokens: bool = True) -> dict[str, list[int]]:
+        return {"input_ids": [3 + byte for byte in text.encode("utf-8")]}
+
+
+class FakeBackend:
+    """Answers from the seed alone.
+
+    Args:
+        say: (arm, seed) -> text; by default a query of the sample or nonsense, by the seed.
+        stop_after: raise `error` instead of the answer that comes after so many.
+    """
+
+    def __init__(
+        self, say: Any = None, stop_after: int | None = None, error: BaseException | None = None
+    ) -> None:
+        self.say, self.stop_after, self.error = say, stop_after, error or KeyboardInterrupt()
+        self.calls: list[tuple[str, int, int]] = []
+        self.name = "fake"
+        self.meter = EnergyMeter([])
+
+    def answer(self, arm: Arm, prompt_ids: Sequence[int], seed: int) -> Answer:
+        if self.stop_after is not None and len(self.calls) >= self.stop_after:
+            raise self.error
+        self.calls.append((arm.name, seed, arm.settings.max_new_tokens))
+        tokens = random.Random(seed).randint(5, 20)
+        decode = tokens / SPEED.get(arm.settings.method, 12.0)
+        ours = not arm.hf
+        stats: dict[str, Any] = {"target_calls": tokens // 2}
+        if ours:
+            stats = {
+                "layers": tokens,
+                "target_calls": tokens // 2,
+                "draft_calls": tokens,
+                "drafts_examined": 3 * tokens,
+                "drafts_accepted": tokens,
+                "accepted_by_depth": [[tokens, tokens // 2], [tokens // 2, tokens // 4]],
+                "widths": [arm.settings.width] * tokens,
+                "distinct_widths": [max(1, arm.settings.width // 2)] * tokens,
+                "kv_slots_peak": 100,
+                "kv_bytes_peak": 1000,
+                "notes": [],
+            }
+        text = (
+            self.say(arm, seed)
+            if self.say
+            else random.Random(seed).choice(["SELECT 1", "no idea", "SELECT x"])
+        )
+        return Answer(
+            text=text,
+            token_ids=list(range(3, 3 + tokens)),
+            finish_reason="eos",
+            prompt_tokens=len(prompt_ids),
+            new_tokens=tokens,
+            wall_s=decode + 0.5,
+            prefill_s=0.5,
+            decode_s=decode,
+            energy_j=None,
+            energy_parts={"fake": None},
+            energy_reason="fake: nothing to read",
+            peak_bytes=None,
+            logprob_engine=-0.5 * tokens if ours else None,
+            stats=stats,
+        )
+
+    def logprob(self, prompt_ids: Sequence[int], token_ids: Sequence[int]) -> float | None:
+        return -0.5 * len(token_ids)
+
+    def facts(self) -> dict[str, Any]:
+        model = {"name": self.name, "dtype": "float32", "device": "cpu", "weights": "0"}
+        return {"target": model, "draft": model}
+
+    def devices(self) -> list[str]:
+        return ["cpu"]
+
+
+def prompter(plan: Plan, limit: int | None = None, tokenizer: Any = None) -> Prompter:
+    return Prompter(tokenizer or BytesTokenizer(), 259, limit, plan.settings)
+
+
+def plan(out: Path, dataset: str = "spider", settings: dict[str, Any] | None = None, **options: Any) -> Plan:
+    chosen = Chosen(None, {"target": "t", "draft": "d"}, {"max_new_tokens": 32, **(settings or {})})
+    options = {"limit": 4, "methods": "beam,dsbd", **options}
+    return make_plan(Options(dataset=dataset, out=out, **options), chosen)

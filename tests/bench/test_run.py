@@ -1,0 +1,287 @@
+"""The loop: interleaved, resumable, one writer, results that do not depend on order (field cases G13, G18, G37)."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+
+import pytest
+
+from dsbd_cli.bench.command import run_bench
+from dsbd_cli.bench.files import key_of, read_results, read_run
+from dsbd_cli.bench.measure import seed_of
+from dsbd_cli.bench.plan import make_plan
+from dsbd_cli.errors import RunError, UserError
+from tests.bench.double import BytesTokenizer, FakeBackend, plan, prompter
+
+
+@pytest.fixture(autouse=True)
+def cache(monkeypatch, tmp_path_factory):
+    monkeypatch.setenv("DSBD_CACHE", str(tmp_path_factory.getbasetemp() / "cache"))
+    monkeypatch.setattr("dsbd_cli.bench.context.commit", lambda: "0" * 12)
+    monkeypatch.setattr("dsbd_cli.bench.report._figures", lambda *_: {})  # drawn in test_report
+
+
+def run(made, backend=None, **more):
+    backend = backend or FakeBackend()
+    run_bench(made, open_backend=lambda *_: backend, prompter=more.pop("prompter", prompter(made)))
+    return backend
+
+
+def results(folder):
+    """What must be the same however a run was cut: everything but the session."""
+    return {
+        key_of(r): {k: v for k, v in r.items() if k not in ("session", "rank")} for r in read_results(folder)
+    }
+
+
+def test_arms_are_interleaved_per_item_in_a_shuffled_order(tmp_path):
+    made = plan(tmp_path / "out", methods="multinomial,beam,speculative,dsbd", limit=12)
+    jobs = made.jobs()
+    assert Counter(job.key for job in jobs).most_common(1)[0][1] == 1
+    assert len(jobs) == 48
+    orders = [tuple(job.arm.name for job in jobs[i : i + 4]) for i in range(0, 48, 4)]
+    for start, order in zip(range(0, 48, 4), orders, strict=True):
+        assert len({job.item.id for job in jobs[start : start + 4]}) == 1
+        assert sorted(order) == sorted(["multinomial", "beam", "speculative", "dsbd"])
+    assert len(set(orders)) > 4
+    first = Counter(order[0] for order in orders)
+    assert max(first.values()) < 10
+    again = plan(tmp_path / "out", methods="multinomial,beam,speculative,dsbd", limit=12)
+    assert [job.key for job in again.jobs()] == [job.key for job in jobs]
+
+
+def test_seeds_come_from_the_item_not_from_the_order(tmp_path):
+    backend = run(plan(tmp_path / "a"))
+    seeds = {}
+    for arm, seed, _ in backend.calls[2:]:  # two warm-ups
+        seeds.setdefault(arm, set()).add(seed)
+    assert seeds["beam"] == seeds["dsbd"]
+    assert len(seeds["beam"]) == 4
+    reverse = run(plan(tmp_path / "b", methods="dsbd,beam"))
+    assert results(tmp_path / "a") == results(tmp_path / "b")
+    assert reverse.calls != backend.calls
+    assert seed_of(1, "x", 0) != seed_of(1, "x", 1) != seed_of(2, "x", 1) != seed_of(2, "x", 1, 1)
+
+
+def test_every_arm_is_warmed_up_and_warm_ups_are_not_counted(tmp_path):
+    backend = run(plan(tmp_path / "out", methods="beam,dsbd,hf-sample"))
+    warm = backend.calls[:3]
+    assert {arm for arm, _, _ in warm} == {"beam", "dsbd", "hf-sample"}
+    assert all(tokens == 12 for _, _, tokens in warm)
+    assert all(tokens == 32 for _, _, tokens in backend.calls[3:])
+    assert len(read_results(tmp_path / "out")) == 12
+
+
+@pytest.mark.parametrize("stop_after", [0, 1, 2, 5, 9])
+def test_a_cut_run_goes_on_and_equals_an_unbroken_one(tmp_path, stop_after, capsys):
+    run(plan(tmp_path / "whole"))
+    with pytest.raises(KeyboardInterrupt):
+        run(plan(tmp_path / "cut"), FakeBackend(stop_after=stop_after))
+    given = len(read_results(tmp_path / "cut"))
+    assert given == max(0, stop_after - 2)
+    assert "the same command goes on" in capsys.readouterr().err
+    rest = run(plan(tmp_path / "cut"))
+    assert results(tmp_path / "cut") == results(tmp_path / "whole")
+    counted = [call for call in rest.calls if call[2] == 32]
+    assert len(counted) == 8 - given
+    summaries = [
+        json.loads((tmp_path / n / "summary.json").read_text())["runs"][0]["arms"] for n in ("cut", "whole")
+    ]
+    assert summaries[0] == summaries[1]
+
+
+def test_a_torn_line_is_done_again_alone(tmp_path, capsys):
+    run(plan(tmp_path / "out"))
+    whole = results(tmp_path / "out")
+    path = tmp_path / "out" / "results.jsonl"
+    path.write_bytes(path.read_bytes()[:-7])
+    again = run(plan(tmp_path / "out"))
+    assert "torn" in capsys.readouterr().err
+    assert len([call for call in again.calls if call[2] == 32]) == 1
+    assert results(tmp_path / "out") == whole
+
+
+def test_a_finished_run_says_so_and_loads_nothing(tmp_path, capsys):
+    run(plan(tmp_path / "out"))
+    (tmp_path / "out" / "report.html").unlink()
+
+    def never(*_):
+        raise AssertionError("a model was loaded")
+
+    made = plan(tmp_path / "out")
+    run_bench(made, open_backend=never, prompter=prompter(made))
+    assert "all 8 answers are there already" in capsys.readouterr().err
+    assert (tmp_path / "out" / "report.html").is_file()
+    assert len(read_run(tmp_path / "out")["sessions"]) == 1
+
+
+def test_more_items_arms_and_repeats_may_join_a_run(tmp_path):
+    run(plan(tmp_path / "out"))
+    first = results(tmp_path / "out")
+    run(plan(tmp_path / "out", limit=6, methods="beam,dsbd,multinomial", repeats=2))
+    every = results(tmp_path / "out")
+    assert len(every) == 6 * 3 * 2
+    assert {key: every[key] for key in first} == first
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"settings": {"seed": 5}}, r"seed \(1, now 5\)"),
+        ({"settings": {"max_new_tokens": 16}}, "max_new_tokens"),
+        ({"dataset": "squad"}, r"data\.kind"),
+        ({"keep_distinct": True}, "keep_distinct"),
+        ({"settings": {"width": 3}}, r"width \(4, now 3\)"),
+    ],
+)
+def test_another_run_does_not_mix_in(tmp_path, change, words):
+    run(plan(tmp_path / "out"))
+    with pytest.raises(UserError, match=words):
+        run(plan(tmp_path / "out", **change))
+
+
+def test_another_model_does_not_mix_in(tmp_path):
+    run(plan(tmp_path / "out"))
+    other = FakeBackend()
+    other.name = "other"
+    with pytest.raises(UserError, match=r"models\.target\.name"):
+        run(plan(tmp_path / "out", limit=5), other)
+
+
+def test_a_failure_keeps_what_was_measured(tmp_path):
+    with pytest.raises(RunError, match="NaN"):
+        run(plan(tmp_path / "out"), FakeBackend(stop_after=5, error=RunError("NaN in the target")))
+    assert len(read_results(tmp_path / "out")) == 3
+
+
+def test_hf_arms_may_get_fewer_items(tmp_path):
+    run(plan(tmp_path / "out", methods="beam,hf-sample", limit=5, hf_limit=2))
+    counts = Counter(record["arm"] for record in read_results(tmp_path / "out"))
+    assert counts == {"beam": 5, "hf-sample": 2}
+
+
+def test_prompts_that_do_not_fit_are_counted_and_told(tmp_path, capsys):
+    made = plan(tmp_path / "out", limit=0)
+    lengths = sorted(len(prompter(made).ids(item, [])) for item in made.dataset.items)
+    limit = lengths[-4] + 32
+    run(made, prompter=prompter(made, limit))
+    assert len({r["item"] for r in read_results(tmp_path / "out")}) == 65 - sum(
+        n + 32 > limit for n in lengths
+    )
+    skipped = read_run(tmp_path / "out")["data"]["skipped"]
+    assert sum(skipped.values()) == sum(n + 32 > limit for n in lengths) > 0
+    assert "context limit" in next(iter(skipped))
+    assert "left out" in capsys.readouterr().err
+
+
+def test_where_no_prompt_fits_the_three_numbers_are_told(tmp_path):
+    made = plan(tmp_path / "out")
+    with pytest.raises(UserError, match=r"\d+ prompt tokens, 32 new tokens asked for, 64 is the target's"):
+        run(made, prompter=prompter(made, 64))
+    assert read_results(tmp_path / "out") == []
+
+
+def test_a_second_turn_that_does_not_fit_is_a_problem_not_a_cut(tmp_path):
+    made = plan(tmp_path / "out", dataset="mt-bench", methods="beam", limit=1)
+    item = made.dataset.items[0]
+    longest = len(prompter(made).ids(item, []))
+    run(made, FakeBackend(say=lambda *_: "x" * 200), prompter=prompter(made, longest + 100))
+    (record,) = read_results(tmp_path / "out")
+    assert "turn 2 does not fit" in record["problem"]
+    assert len(record["turns"]) == 1
+    assert record["score"] is None
+
+
+def test_a_template_less_model_gets_plain_text_and_its_stop_string(tmp_path):
+    seen = []
+    made = plan(tmp_path / "out", dataset="mt-bench", methods="beam", limit=1)
+    run(made, FakeBackend(say=lambda arm, _: seen.append(arm.settings.stop) or "answer"))
+    run_file = read_run(tmp_path / "out")
+    assert run_file["fingerprint"]["prompt_form"] == "plain text"
+    assert set(seen) == {("### Human",)}
+    assert "prompts by plain text" in (tmp_path / "out" / "report.html").read_text()
+
+
+class Templated(BytesTokenizer):
+    chat_template = "some"
+
+    def __init__(self, refuse):
+        self.refuse = refuse
+
+    def apply_chat_template(self, messages, **_):
+        if self.refuse == "system" and messages[0]["role"] == "system":
+            raise ValueError("System role not supported")
+        if self.refuse == "all":
+            raise SyntaxError("unexpected '}'")
+        return "".join(f"<{m['role']}>{m['content']}" for m in messages)
+
+
+def test_a_template_that_refuses_is_told_before_any_model_time(tmp_path):
+    made = plan(tmp_path / "out", dataset="mt-bench")
+    backend = FakeBackend()
+    with pytest.raises(UserError, match="unexpected '}'"):
+        run(made, backend, prompter=prompter(made, tokenizer=Templated("all")))
+    assert backend.calls == []
+
+
+def test_a_system_text_is_folded_into_the_first_turn_where_the_role_is_refused(tmp_path):
+    made = plan(tmp_path / "out", dataset="mt-bench", settings={"system": "Be brief."})
+    ids = prompter(made, tokenizer=Templated("system")).ids(made.dataset.items[0], [])
+    text = bytes(token - 3 for token in ids).decode()
+    assert text.startswith("<user>Be brief.\n\n")
+    run(made, prompter=prompter(made, tokenizer=Templated("system")))
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"methods": "beem"}, "did you mean beam"),
+        ({"methods": ","}, "empty"),
+        ({"repeats": 0}, "--repeats"),
+        ({"limit": -1}, "--limit"),
+        ({"sweeps": ["gamma"]}, "name=values"),
+        ({"sweeps": ["gama=2"]}, "did you mean gamma"),
+        ({"sweeps": ["gamma=two"]}, "--sweep: --gamma must be"),
+        ({"sweeps": ["gamma=4..2"]}, "backwards"),
+        ({"sweeps": ["gamma=2 gamma=3"]}, "twice"),
+        ({"sweeps": ["tree=2x1"]}, "means nothing"),
+        ({"sweeps": ["preset"]}, "carries no sweep"),
+        ({"settings": {"tree": (2, 1)}}, "--tree means nothing"),
+        ({"settings": {"method": "beam"}}, "--methods says"),
+        ({"settings": {"num_return": 2}}, "--num-return"),
+        ({"judge_url": "http://x"}, "go together"),
+        ({"judge_url": "http://x", "judge_model": "m"}, "MT-Bench only"),
+        ({"dataset": "spyder"}, "did you mean spider"),
+        ({"data_dir": "gone"}, "no such folder"),
+    ],
+)
+def test_what_cannot_work_is_refused_before_anything_is_loaded(tmp_path, options, words):
+    from pathlib import Path
+
+    if "data_dir" in options:
+        options = {"data_dir": Path(options["data_dir"])}
+    with pytest.raises(UserError, match=words):
+        plan(tmp_path / "out", **options)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_drafting_arm_without_a_draft_is_refused(tmp_path):
+    from dsbd_cli.bench.plan import Options
+    from dsbd_cli.cli.options import Chosen
+
+    with pytest.raises(UserError, match="dsbd needs a draft"):
+        make_plan(Options("spider", methods="beam,dsbd"), Chosen(None, {"target": "t"}, {}))
+
+
+def test_gold_that_fails_is_left_out_and_told(tmp_path, sample_spider, capsys):
+    import shutil
+
+    folder = shutil.copytree(sample_spider, tmp_path / "data")
+    entries = json.loads((folder / "dev.json").read_text())
+    entries[3]["query"] = "SELECT name FROM nowhere"
+    (folder / "dev.json").write_text(json.dumps(entries))
+    run(plan(tmp_path / "out", data_dir=folder, limit=0, methods="beam"))
+    assert read_run(tmp_path / "out")["data"]["skipped"] == {"gold query fails": 1}
+    assert "nowhere" in capsys.readouterr().err
+    assert len(read_results(tmp_path / "out")) == 64
