@@ -1,0 +1,141 @@
+"""`model.generate(ids, custom_generate=dsbd_cli.generate, ...)` of transformers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import dsbd_cli
+from dsbd_cli.errors import UserError
+from dsbd_cli.hf import forget
+from tests import builders
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any]:
+    base = tmp_path_factory.mktemp("hf")
+    # EOS gets a fair chance, so that answers end in different places.
+    models = [builders.rand(base / str(seed), seed=seed, vocab=24, eos_token_id=[1, 5]) for seed in (0, 1)]
+    for model in models:
+        model.generation_config.eos_token_id = [1, 5]
+        model.generation_config.pad_token_id = 0
+    return models[0], models[1]
+
+
+IDS = torch.tensor([[7, 8, 9, 10]])
+
+
+def test_deterministic_is_transformers_own_beam_search(pair: tuple[Any, Any]) -> None:
+    target, draft = pair
+    for method in ("dsbd", "beam"):
+        for length_penalty, early in ((1.0, False), (0.0, True), (2.0, "never")):
+            config = {"max_new_tokens": 20, "length_penalty": length_penalty, "early_stopping": early}
+            ours = target.generate(
+                IDS, custom_generate=dsbd_cli.generate, draft_model=draft, width=4, method=method, **config
+            )
+            theirs = target.generate(IDS, num_beams=4, **config)
+            assert ours.tolist() == theirs.tolist()
+
+
+def test_greedy_methods(pair: tuple[Any, Any]) -> None:
+    target, draft = pair
+    theirs = target.generate(IDS, max_new_tokens=15)
+    for method in ("speculative", "specinfer", "multinomial"):
+        ours = target.generate(
+            IDS, custom_generate=dsbd_cli.generate, draft_model=draft, method=method, max_new_tokens=15
+        )
+        assert ours.tolist() == theirs.tolist()
+
+
+def test_sampling_follows_the_config_and_the_seed(pair: tuple[Any, Any]) -> None:
+    target, draft = pair
+
+    def run(**options: Any) -> list[list[int]]:
+        defaults: dict[str, Any] = {"do_sample": True, "max_new_tokens": 12, "width": 3}
+        return target.generate(  # type: ignore[no-any-return]
+            IDS, custom_generate=dsbd_cli.generate, draft_model=draft, **defaults | options
+        ).tolist()
+
+    assert run(seed=1) == run(seed=1)
+    assert len({str(run(seed=seed)) for seed in range(6)}) > 1
+    torch.manual_seed(5)
+    one = run()
+    torch.manual_seed(5)
+    assert run() == one
+    greedy = run(seed=1, top_k=1)
+    assert run(seed=2, top_k=1) == greedy
+    assert run(seed=3, top_p=1e-9, temperature=5.0) == greedy
+    # The same numbers as the library's own entry gives.
+    result = dsbd_cli.hf._decoder(target, draft, (1, 5)).generate(  # type: ignore[attr-defined]
+        IDS[0].tolist(), dsbd_cli.Settings(width=3, max_new_tokens=12, seed=1, top_k=50, top_p=1.0)
+    )
+    assert run(seed=1, top_k=50) == [IDS[0].tolist() + result.token_ids]
+
+
+def test_batches_with_padding_and_several_answers(pair: tuple[Any, Any]) -> None:
+    target, draft = pair
+    options: dict[str, Any] = {"custom_generate": dsbd_cli.generate, "draft_model": draft, "do_sample": True,
+                               "max_new_tokens": 9, "seed": 3}  # fmt: skip
+    ids = torch.tensor([[0, 0, 7, 8], [7, 8, 9, 10]])
+    mask = torch.tensor([[0, 0, 1, 1], [1, 1, 1, 1]])
+    both = target.generate(ids, attention_mask=mask, **options)
+    short = target.generate(ids[:1, 2:], **options)
+    assert both[0, 2:].tolist()[: short.shape[1]] == short[0].tolist()
+    assert both.shape[0] == 2
+    many = target.generate(IDS, num_return_sequences=3, return_dict_in_generate=True, width=4, **options)
+    assert many.sequences.shape[0] == 3
+    assert many.sequences_scores.tolist() == sorted(many.sequences_scores.tolist(), reverse=True)
+    assert many.sequences[0].tolist()[: IDS.shape[1]] == IDS[0].tolist()
+
+
+def test_changed_weights_are_noticed(pair: tuple[Any, Any]) -> None:
+    target, draft = pair
+    options: dict[str, Any] = {
+        "custom_generate": dsbd_cli.generate,
+        "draft_model": draft,
+        "max_new_tokens": 8,
+    }
+    before = target.generate(IDS, **options).tolist()
+    kept = target.__dict__["_dsbd_decoder"][1]
+    assert target.generate(IDS, **options).tolist() == before
+    assert target.__dict__["_dsbd_decoder"][1] is kept
+    with torch.no_grad():
+        target.lm_head.weight.mul_(-1)
+    after = target.generate(IDS, **options).tolist()
+    assert after != before
+    assert after == target.generate(IDS, num_beams=4, max_new_tokens=8).tolist()
+    with torch.no_grad():
+        target.lm_head.weight.mul_(-1)
+    forget(target)
+    assert "_dsbd_decoder" not in target.__dict__
+    assert target.generate(IDS, **options).tolist() == before
+
+
+@pytest.mark.parametrize(
+    ("options", "word"),
+    [
+        ({"num_beams": 4}, "width"),
+        ({"repetition_penalty": 1.5}, "RepetitionPenalty"),
+        ({"min_new_tokens": 3}, "MinLength|MinNewTokens"),
+        ({"max_time": 1.0}, "MaxTime"),
+        ({"draft_model": None}, "draft_model"),
+        ({"width": 0}, "width"),
+        ({"method": "magic"}, "magic"),
+        ({"output_scores": True, "return_dict_in_generate": True}, "output_scores"),
+    ],
+)
+def test_what_cannot_be_honoured_is_refused_by_name(
+    pair: tuple[Any, Any], options: dict[str, Any], word: str
+) -> None:
+    target, draft = pair
+    given: dict[str, Any] = {"custom_generate": dsbd_cli.generate, "draft_model": draft, "max_new_tokens": 4}
+    with pytest.raises(UserError, match=word):
+        target.generate(IDS, **given | options)
+
+
+def test_not_called_directly(pair: tuple[Any, Any], tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="custom_generate"):
+        dsbd_cli.generate(pair[0], IDS)
