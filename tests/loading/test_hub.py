@@ -45,6 +45,7 @@ def put_into_cache(cache: Path, repo: str, model: Path) -> None:
     shutil.copytree(model, entry / "snapshots" / ("a" * 40))
 
 
+@pytest.mark.slow
 def test_local_folder_never_touches_the_network(tmp_path):
     """In a fresh process that is not told to be offline, with every way to connect cut."""
     rand(tmp_path / "t")
