@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from dsbd_cli.errors import UserError
@@ -21,7 +21,9 @@ from tests.builders import rand
 IDS = torch.tensor([[0, 9, 8, 70]])
 
 
-def write_shared(folder: Path, target: Any, layers: int = 1, config: bool = True, seed: int = 5) -> Any:
+def write_shared(
+    folder: Path, target: Any, layers: int = 1, config: bool = True, seed: int = 5, flat: bool = False
+) -> Any:
     """A random draft of `layers` layers in the storage form; returns the model it stands for."""
     shape = copy.deepcopy(target.config)
     shape.num_hidden_layers = layers
@@ -38,7 +40,7 @@ def write_shared(folder: Path, target: Any, layers: int = 1, config: bool = True
         if tensor.ndim == 2:
             scale = (tensor.abs().amax(1, keepdim=True) / 127).half()
             stored[name] = (tensor / scale.float()).round().clamp(-127, 127).to(torch.int8)
-            stored[name + ".scale"] = scale
+            stored[name + ".scale"] = scale.flatten() if flat else scale
         else:
             stored[name] = tensor.half()
     folder.mkdir()
@@ -65,6 +67,27 @@ def test_draft_is_its_layers_between_the_targets_ends(tmp_path, config, tied, ki
     assert pair.draft.model.config.num_hidden_layers == 1
     assert pair.draft.vocab_rows == pair.target.vocab_rows
     assert pair.draft.name == "d"
+
+
+def test_scales_may_be_a_row_or_a_column(tmp_path):
+    target = rand(tmp_path / "t", intermediate_size=32)  # square matrices, where a wrong broadcast is silent
+    want = write_shared(tmp_path / "a", target)
+    write_shared(tmp_path / "b", target, flat=True)
+    for name in ("a", "b"):
+        pair = load_pair(PairSpec(str(tmp_path / "t"), str(tmp_path / name)))
+        with torch.no_grad():
+            assert (pair.draft.model(IDS).logits - want(IDS).logits).abs().max() < 1e-5
+
+
+def test_scales_of_another_count_are_refused(tmp_path):
+    write_shared(tmp_path / "d", rand(tmp_path / "t"))
+    weights = load_file(tmp_path / "d" / SHARED_WEIGHTS)
+    name = "model.layers.0.mlp.up_proj.weight"
+    save_file(
+        weights | {f"{name}.scale": torch.ones(3).half()}, tmp_path / "d" / SHARED_WEIGHTS, {"format": "pt"}
+    )
+    with pytest.raises(UserError, match=f"{name} has 64 rows and 3 scales"):
+        load_pair(PairSpec(str(tmp_path / "t"), str(tmp_path / "d")))
 
 
 def test_ends_are_the_targets_own_tensors(tmp_path):
