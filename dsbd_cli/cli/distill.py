@@ -1,58 +1,72 @@
-"""`dsbd distill`: make a draft for a target, and measure one."""
+"""`dsbd distill`: make a draft for a target from the target alone, and measure any draft."""
 
 from __future__ import annotations
 
+import json
+import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-app = typer.Typer(help="Make a draft model from the target alone, or measure one.", no_args_is_help=True)
+if TYPE_CHECKING:
+    from dsbd_cli.distill.evaluate import TokenFigures
+    from dsbd_cli.distill.metrics import Warp
+    from dsbd_cli.distill.shards import Sequences
+    from dsbd_cli.loading import Pair
+
+ANSWERS = "answers.tokens.safetensors"
+app = typer.Typer(no_args_is_help=True)
 
 
 @app.callback(invoke_without_command=True)
 def run(
     context: typer.Context,
-    target: Annotated[str | None, typer.Option(help="Target model: folder, hub id or GGUF file.")] = None,
-    out: Annotated[Path | None, typer.Option(help="Folder of the draft; a killed run goes on from it.")] = None,
-    keep: Annotated[str | None, typer.Option(help="Target layers the draft starts from, such as 0,1,2,29.")] = None,
-    layers: Annotated[int | None, typer.Option(help="Number of layers instead: the first ones and the last.")] = None,
-    minutes: Annotated[float | None, typer.Option(help="Time for training.")] = None,
-    steps: Annotated[int | None, typer.Option(help="Training steps (instead of, or besides, --minutes).")] = None,
-    tokens: Annotated[int | None, typer.Option(help="Answer tokens to sample.")] = None,
-    sample_minutes: Annotated[float | None, typer.Option(help="Time for sampling.")] = None,
-    prompts: Annotated[Path | None, typer.Option(help="Prompts to mix in: JSONL with `prompt`, or text lines.")] = None,
+    target: Annotated[str | None, typer.Option(help="Target: folder, hub id, GGUF file or wheel.")] = None,
+    out: Annotated[Path | None, typer.Option(help="The draft's folder; a killed run goes on from it.")] = None,
+    layers: Annotated[int | None, typer.Option(min=1, help="Layers of the draft, spread over the target's (4).")] = None,
+    keep: Annotated[str | None, typer.Option(help="Which of the target's layers instead, such as 0,10,20,29.")] = None,
+    minutes: Annotated[float | None, typer.Option(min=0, help="Time for training (30, unless --steps).")] = None,
+    steps: Annotated[int | None, typer.Option(min=1, help="Steps of training, instead of a time.")] = None,
+    tokens: Annotated[int | None, typer.Option(min=1, help="Answer tokens to sample.")] = None,
+    sample_minutes: Annotated[
+        float | None, typer.Option(min=0, help="Time for sampling (half of --minutes, unless --tokens).")
+    ] = None,
+    prompts: Annotated[
+        Path | None, typer.Option(help="Prompts to mix in: JSONL with `prompt` or `messages`, or a text line each.")
+    ] = None,
     share: Annotated[float, typer.Option(min=0, max=1, help="Part of the prompts taken from that file.")] = 0.3,
-    share_embeddings: Annotated[
-        bool, typer.Option("--share-embeddings", help="Leave the embeddings out; the target lends its own.")
-    ] = False,
     start: Annotated[
         Path | None, typer.Option("--from", help="Go on training the draft in this folder (same --keep).")
     ] = None,
-    only: Annotated[str | None, typer.Option(help="Run one step alone: sample or train.")] = None,
+    share_embeddings: Annotated[
+        bool, typer.Option("--share-embeddings", help="Store no embeddings: the target lends its own (int8 rows).")
+    ] = False,
+    only: Annotated[str | None, typer.Option(help="One step alone: sample or train.")] = None,
     watch: Annotated[
-        list[Path] | None, typer.Option(help="Stored answers to log overlap on while training (not chosen by).")
+        list[Path] | None, typer.Option(help="Stored answers to follow while training, and to evaluate on.")
     ] = None,
-    rows: Annotated[int | None, typer.Option(help="Sequences sampled at once (default 2048 on a GPU, 64 else).")] = None,
-    shard: Annotated[int | None, typer.Option(help="Sequences a shard file (default 8 x rows).")] = None,
-    max_length: Annotated[int, typer.Option(help="Longest sequence in tokens.")] = 768,
-    batch_tokens: Annotated[int | None, typer.Option(help="Padded tokens a training step and process.")] = None,
-    rate: Annotated[float, typer.Option(help="Peak learning rate.")] = 1e-3,
-    warmup: Annotated[int, typer.Option(help="Steps to the peak rate.")] = 100,
-    optimizer: Annotated[str, typer.Option(help="muon or adamw.")] = "muon",
-    finish: Annotated[float, typer.Option(min=0, max=1, help="Last part trained on the warped overlap too.")] = 0.3,
-    compile_: Annotated[bool, typer.Option("--compile/--no-compile", help="torch.compile the layers.")] = False,
+    rows: Annotated[int | None, typer.Option(min=1, help="Sequences sampled at once (GPU 2048, CPU 64).")] = None,
+    shard: Annotated[int | None, typer.Option(min=1, help="Sequences a shard file (4 x rows).")] = None,
+    answer_tokens: Annotated[int, typer.Option(min=1, help="Longest answer to a prompt of its own.")] = 160,
+    max_length: Annotated[int, typer.Option(min=8, help="Longest sequence, prompt included.")] = 768,
+    batch_tokens: Annotated[int | None, typer.Option(min=1, help="Tokens a step (GPU 65536, CPU 2048).")] = None,
+    rate: Annotated[float, typer.Option(min=0, help="Peak learning rate.")] = 2e-3,
+    warmup: Annotated[int, typer.Option(min=0, help="Steps to the peak rate.")] = 100,
+    optimizer: Annotated[str, typer.Option(help="adamw or muon.")] = "adamw",
+    finish: Annotated[
+        float, typer.Option(min=0, max=1, help="Last part of training, on the warped overlap too.")
+    ] = 0.5,
+    compile_: Annotated[
+        bool | None, typer.Option("--compile/--no-compile", help="torch.compile the layers (default: on a GPU).")
+    ] = None,
     device: Annotated[str, typer.Option(help="auto, cuda or cpu.")] = "auto",
     seed: Annotated[int, typer.Option(help="Seed of sampling and training.")] = 0,
 ) -> None:
-    """Sample from the target, train a draft on it, and measure the draft: three steps, each resumable."""
+    """Make a draft for TARGET from the target alone: sample, train, evaluate; each step resumes where it was."""
     if context.invoked_subcommand is not None:
         return
-    from dataclasses import replace
-
-    import torch
     from rich.console import Console
-    from transformers import AutoModelForCausalLM, AutoTokenizer
 
     from dsbd_cli.distill.pipeline import DistillOptions, command_line, distill, parse_keep
     from dsbd_cli.distill.sample import SampleOptions
@@ -62,28 +76,176 @@ def run(
 
     if target is None or out is None:
         raise UserError("dsbd distill needs --target and --out")
+    if only not in (None, "sample", "train"):
+        raise UserError(f"--only {only}: must be sample or train")
+    if optimizer not in ("adamw", "muon"):
+        raise UserError(f"--optimizer {optimizer}: must be adamw or muon")
+    if minutes is None and steps is None:
+        minutes = 30.0
+    if tokens is None and sample_minutes is None:
+        sample_minutes = minutes / 2 if minutes is not None else 15.0
     world = join_world(device)
     gpu = world.device.type == "cuda"
-    model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
-    tokenizer = AutoTokenizer.from_pretrained(target)
+    pair = _load(target, None, world.device.type if world.size == 1 else "cpu", quiet=not world.first)
     rows = rows or (2048 if gpu else 64)
-    sampling = SampleOptions(
-        tokens=tokens, minutes=sample_minutes, share=share, shard=shard or 8 * rows, seed=seed
-    )
-    training = TrainOptions(
-        minutes=minutes, steps=steps, rate=rate, warmup=warmup, optimizer=optimizer, finish=finish,
-        batch_tokens=batch_tokens or (65536 if gpu else 2048), seed=seed, compile=compile_,
-    )  # fmt: skip
     options = DistillOptions(
-        out=out, keep=parse_keep(keep, layers, model.config.num_hidden_layers), share_embeddings=share_embeddings,
-        prompts=prompts, max_length=max_length, rows=rows, sample=sampling, train=replace(training),
-        watch={path.name: path for path in watch or []}, only=only, start=start,
+        out=out, keep=parse_keep(keep, layers, pair.target.model.config.num_hidden_layers), start=start,
+        share_embeddings=share_embeddings, prompts=prompts, max_length=max_length, rows=rows,
+        sample=SampleOptions(
+            tokens=tokens, minutes=sample_minutes, share=share, shard=shard or 4 * rows, seed=seed,
+            answer=answer_tokens,
+        ),
+        train=TrainOptions(
+            minutes=minutes, steps=steps, rate=rate, warmup=warmup, optimizer=optimizer, finish=finish,
+            batch_tokens=batch_tokens or (65536 if gpu else 2048), seed=seed,
+            compile=gpu if compile_ is None else compile_,
+        ),
+        watch={path.name: path for path in watch or []}, only=only,
     )  # fmt: skip
     try:
-        distill(model, tokenizer, options, world, Console(stderr=True), command_line())
+        record = distill(
+            pair.target.model, pair.tokenizer, pair.eos_ids, options, world, Console(stderr=True), command_line()
+        )
     finally:
         world.close()
+    if world.first and "evaluation" in record:
+        _print_report(record["evaluation"], out)
 
 
-if __name__ == "__main__":
+@app.command()
+def evaluate(
+    target: Annotated[str, typer.Option(help="Target: folder, hub id, GGUF file or wheel.")],
+    draft: Annotated[str, typer.Option(help="Draft: the same, or embedded:NAME.")],
+    prompts: Annotated[
+        Path | None, typer.Option(help="Prompts the target answers first: JSONL or a text line each.")
+    ] = None,
+    answers: Annotated[
+        Path | None, typer.Option(help="Answers of the target's, stored before; the default beside an embedded draft.")
+    ] = None,
+    save_answers: Annotated[Path | None, typer.Option(help="Store the answers written for --prompts.")] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="Only the first so many answers of each set.")] = None,
+    temperature: Annotated[float, typer.Option(min=1e-3, help="T of the decoding.")] = 1.0,
+    top_k: Annotated[int, typer.Option(min=0, help="Top-k of the decoding, 0 = off.")] = 10,
+    top_p: Annotated[float, typer.Option(min=1e-6, max=1, help="Top-p of the decoding, 1 = off.")] = 0.8,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer.")] = 64,
+    width: Annotated[int, typer.Option(min=1, help="Beams of the prediction.")] = 4,
+    draft_width: Annotated[int, typer.Option(min=1, help="Covered continuations of the prediction.")] = 4,
+    device: Annotated[str, typer.Option(help="auto, cuda or cpu.")] = "auto",
+    seed: Annotated[int, typer.Option(help="Seed of the answers.")] = 0,
+    json_: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
+) -> None:
+    """Measure DRAFT on TARGET's own answers: overlap, coverage, and the speed-up they predict here."""
+    from rich.console import Console
+
+    from dsbd_cli.distill import evaluate as evaluation
+    from dsbd_cli.distill import prompts as sources
+    from dsbd_cli.distill import shards
+    from dsbd_cli.distill.cost import Costs
+    from dsbd_cli.distill.log import Step
+    from dsbd_cli.distill.metrics import Warp
+    from dsbd_cli.errors import UserError
+
+    if prompts is not None and answers is not None:
+        raise UserError("give --prompts or --answers, not both")
+    if prompts is None and answers is None:
+        answers = _stored_answers(draft)
+    pair = _load(target, draft, device)
+    assert pair.draft is not None
+    warp = Warp(temperature, top_k, top_p)
+    view = Console(stderr=True)
+    with Step(view, "answers") as step:
+        if answers is not None:
+            whole = shards.load(answers)
+        else:
+            assert prompts is not None
+            whole = evaluation.write_answers(
+                pair.target.model, pair.tokenizer, sources.read_prompts(prompts), pair.eos_ids,
+                evaluation.AnswerOptions(max_new_tokens, warp, seed), step.update,
+            )  # fmt: skip
+            if save_answers is not None:
+                shards.save(whole, save_answers)
+    figures = _measure(pair, whole, warp, limit, view)
+    costs = Costs({"target": pair.target.model, "draft": pair.draft.model})
+    predicted = evaluation.predictions(evaluation.merge(list(figures.values())), costs, width, draft_width)
+    report = {
+        "target": pair.target.name, "draft": pair.draft.name,
+        "sets": {name: evaluation.summary(found) for name, found in figures.items()},
+        "predicted": predicted,
+        "milliseconds": {f"{name} {count}": round(ms, 3) for (name, count), ms in sorted(costs.known.items())},
+    }  # fmt: skip
+    if json_:
+        sys.stdout.write(json.dumps(report) + "\n")
+    else:
+        _print_report(report, None, width, draft_width)
+
+
+def _load(target: str, draft: str | None, device: str, quiet: bool = False) -> Pair:
+    from dsbd_cli.loading import PairSpec, load_pair
+    from dsbd_cli.loading.progress import TerminalProgress, silent
+
+    spec = PairSpec(
+        target, draft, target_device=device, draft_device=device, target_dtype="float32", draft_dtype="float32"
+    )
+    if quiet:
+        return load_pair(spec, need_draft=draft is not None, progress=silent)
+    with TerminalProgress() as progress:
+        return load_pair(spec, need_draft=draft is not None, progress=progress)
+
+
+def _stored_answers(draft: str) -> Path:
+    from dsbd_cli.errors import UserError
+    from dsbd_cli.loading.source import parse_source
+
+    folder = parse_source(draft, "draft").path
+    if folder is None or not (folder / ANSWERS).is_file():
+        raise UserError(f"draft {draft} has no stored answers beside it: give --prompts or --answers")
+    return folder / ANSWERS
+
+
+def _measure(
+    pair: Pair, answers: Sequences, warp: Warp, limit: int | None, view: Any
+) -> dict[str, TokenFigures]:
+    from dsbd_cli.distill import evaluate as evaluation
+    from dsbd_cli.distill.log import Step
+
+    assert pair.draft is not None
+    found = {}
+    with Step(view, "evaluate") as step:
+        for name, part in evaluation.by_set(answers).items():
+            if limit is not None:
+                part = part.take(range(min(limit, len(part))))
+
+            def tell(done: int, total: int, name: str = name) -> None:
+                step.update(done, total, name)
+
+            found[name] = evaluation.measure(pair.target.model, pair.draft.model, part, warp, tell)
+    return found
+
+
+def _print_report(report: dict[str, Any], out: Path | None, width: int = 4, draft_width: int = 4) -> None:
+    """The figures as two tables on stdout."""
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console()
+    table = Table("set", "tokens", "overlap raw", "warped", "top-1", "cover 2", "4", "6", title="Draft against target")
+    for name, row in report["sets"].items():
+        keys = ("raw", "warped", "agree", "cover_2", "cover_4", "cover_6")
+        table.add_row(name, f"{row['tokens']:,}", *(f"{row[key]:.3f}" for key in keys))
+    console.print(table)
+    title = "Predicted from these and from forward times measured here"
+    table = Table("gamma", "layers/call", "speed-up", f"{width} beams: layers/call", "speed-up", title=title)
+    for row in report["predicted"]:
+        keys = ("one_layers", "one_speedup", "beam_layers", "beam_speedup")
+        table.add_row(str(row["gamma"]), *(f"{row[key]:.2f}" for key in keys))
+    console.print(table)
+    console.print(
+        f"One beam: speculation against plain sampling. {width} beams: the cover rule with {draft_width} "
+        "continuations, against beam sampling."
+    )
+    if out is not None:
+        console.print(f"The draft is in {out}; how it was made, in {out / 'provenance.json'}.")
+
+
+if __name__ == "__main__":  # for torchrun -m dsbd_cli.cli.distill, one process a GPU
     app()

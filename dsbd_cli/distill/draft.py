@@ -25,14 +25,14 @@ SHARED_KEY = "dsbd_shared_embeddings"
 
 
 def choose_layers(total: int, count: int) -> list[int]:
-    """The first `count - 1` layers and the last: `4` of 30 gives 0, 1, 2, 29.
+    """`count` layers spread evenly from the first to the last: 4 of 30 gives 0, 10, 19, 29.
 
     Raises:
         UserError: count outside 1..total.
     """
     if not 1 <= count <= total:
         raise UserError(f"--layers {count}: the target has {total} layers; choose 1 to {total}")
-    return [*range(count - 1), total - 1]
+    return [round(place * (total - 1) / max(1, count - 1)) for place in range(count)]
 
 
 def layer_list(model: nn.Module) -> tuple[str, nn.ModuleList]:

@@ -8,6 +8,7 @@ the same code runs eagerly.
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -92,8 +93,7 @@ class Engine:
         self.vocab = vocab
         self.rows, self.size = rows, size
         self.cache = RowCache(model.config.num_hidden_layers, rows, size, self.device, dtype)
-        forward = type(model).forward
-        self.keyword = "cache" if "cache" in _parameters(forward) else "past_key_values"
+        self.keyword = cache_keyword(model)
         make = dict(device=self.device)
         self.eos = torch.tensor(list(eos), dtype=torch.long, **make)
         self.current = torch.zeros(rows, dtype=torch.long, **make)
@@ -285,7 +285,6 @@ class Engine:
             yield from found
 
 
-def _parameters(function: Callable) -> Sequence[str]:
-    import inspect
-
-    return list(inspect.signature(function).parameters)
+def cache_keyword(model: torch.nn.Module) -> str:
+    """What the model's forward calls its cache: it was renamed between transformers 5.17 and 5.24."""
+    return "cache" if "cache" in inspect.signature(type(model).forward).parameters else "past_key_values"

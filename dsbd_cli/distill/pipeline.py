@@ -16,9 +16,12 @@ import torch
 import transformers
 from rich.console import Console
 
+from dsbd_cli.distill import batches
 from dsbd_cli.distill import draft as drafts
+from dsbd_cli.distill import evaluate as evaluation
 from dsbd_cli.distill import prompts as sources
 from dsbd_cli.distill import shards
+from dsbd_cli.distill.cost import Costs
 from dsbd_cli.distill.engine import Engine
 from dsbd_cli.distill.log import RunLog, Step
 from dsbd_cli.distill.sample import SampleOptions, sample
@@ -27,13 +30,25 @@ from dsbd_cli.distill.world import World
 from dsbd_cli.errors import UserError
 from dsbd_cli.version import __version__
 
+# Held-out sequences measured at the end, where no answers of the user's are watched.
+HELD_SEQUENCES = 64
+
 
 @dataclass(frozen=True)
 class DistillOptions:
-    """Everything a run needs besides the target; see `SampleOptions` and `TrainOptions`."""
+    """Everything a run needs besides the target; see `SampleOptions` and `TrainOptions`.
+
+    Attributes:
+        out: the draft's folder; `work` inside it holds shards and checkpoint, `log.jsonl` the log.
+        keep: target layers the draft starts from; `start` replaces their weights by an earlier draft's.
+        max_length, rows: longest sequence, and how many are sampled at once.
+        watch: stored answers by name, logged on while training and evaluated on at the end.
+        only: `sample` or `train` for one step alone.
+    """
 
     out: Path
     keep: tuple[int, ...]
+    start: Path | None = None
     share_embeddings: bool = False
     prompts: Path | None = None
     max_length: int = 768
@@ -42,7 +57,6 @@ class DistillOptions:
     train: TrainOptions = field(default_factory=TrainOptions)
     watch: dict[str, Path] = field(default_factory=dict)
     only: str | None = None
-    start: Path | None = None
 
 
 def hardware(world: World) -> str:
@@ -54,20 +68,12 @@ def hardware(world: World) -> str:
 
 
 def watch_sets(paths: dict[str, Path]) -> dict[str, shards.Sequences]:
-    """Stored answers by name; a file whose metadata names sets is split into them."""
+    """Stored answers by set; a file without sets goes by its name."""
     found: dict[str, shards.Sequences] = {}
     for name, path in paths.items():
         whole = shards.load(path)
-        sets = whole.meta.get("sets")
-        if not sets:
-            found[name] = whole
-            continue
-        for group in dict.fromkeys(sets):
-            rows = [
-                (whole.sequence(i).tolist(), int(whole.start[i]), int(whole.answer[i]))
-                for i in range(len(whole)) if sets[i] == group
-            ]  # fmt: skip
-            found[group] = shards.pack(rows)
+        parts = evaluation.by_set(whole)
+        found |= parts if whole.meta.get("sets") else {name: whole}
     return found
 
 
@@ -78,22 +84,21 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def distill(
-    target: Any, tokenizer: Any, options: DistillOptions, world: World, console: Console | None,
-    command: Sequence[str] = (),
+    target: Any, tokenizer: Any, ends: Sequence[int], options: DistillOptions, world: World,
+    console: Console | None, command: Sequence[str] = (),
 ) -> dict[str, Any]:  # fmt: skip
     """Run the steps that are still to do; returns the provenance record.
 
     Args:
         target: the target in float32; moved to the world's device here.
-        options.only: `sample` or `train` runs that step alone.
+        ends: ids that end an answer.
 
     Raises:
         UserError, RunError: see the steps.
     """
-    out = options.out
-    work = out / "work"
+    work = options.out / "work"
     work.mkdir(parents=True, exist_ok=True)
-    log = RunLog(out / "log.jsonl")
+    log = RunLog(options.out / "log.jsonl")
     view = console if world.first else None
     began = time.time()
     if world.first:
@@ -105,45 +110,79 @@ def distill(
     target = target.to(world.device, kind).eval().requires_grad_(False)
     facts: dict[str, Any] = {}
     if options.only != "train":
-        form = sources.chat_form(tokenizer)
-        encoded = []
-        if options.prompts is not None:
-            encoded = [sources.encode_prompt(tokenizer, p.text) for p in sources.read_prompts(options.prompts)]
-        engine = Engine(target, options.rows, options.max_length, sources.end_ids(target, tokenizer), len(tokenizer))
-        with Step(view, "sample") as step:
-            facts["sample"] = sample(engine, form, encoded, options.sample, work / "shards", world, log, step)
-        del engine
-        if world.device.type == "cuda":
-            torch.cuda.empty_cache()
+        facts["sampled"] = _sample_step(target, tokenizer, ends, options, work, world, log, view)
     world.wait()
     if options.only == "sample":
         return facts
     sequences = shards.load_folder(work / "shards")
+    watched = watch_sets(options.watch)
     with Step(view, "train") as step:
         step.say(f"{len(sequences):,} sequences, {sequences.answer_tokens:,} answer tokens")
-        trainer = Trainer(target, draft, sequences, options.train, work, world, log, watch_sets(options.watch))
+        trainer = Trainer(target, draft, sequences, options.train, work, world, log, watched)
         if trainer.resume():
             step.say(f"going on from step {trainer.step}")
         result = trainer.run(step)
-    state = result.pop("state")
-    facts["train"] = {k: v for k, v in result.items() if k != "curve"}
-    record = {
-        "made_by": f"dsbd-cli {__version__}", "command": list(command), "hardware": hardware(world),
-        "software": {
-            "python": platform.python_version(), "torch": torch.__version__, "transformers": transformers.__version__
-        },
-        "keep": list(options.keep), "seeds": {"sample": options.sample.seed, "train": options.train.seed},
-        "answer_tokens": sequences.answer_tokens, "sequences": len(sequences),
-        "sampling": asdict(options.sample), "training": asdict(options.train), **facts,
-        "curve": result["curve"], "seconds": round(time.time() - began, 1),
-    }  # fmt: skip
     if world.first:
-        drafts.load_own_state(draft, state)
-        drafts.save_draft(draft, out, options.share_embeddings, tokenizer)
-        write_json(out / "provenance.json", record)
+        drafts.load_own_state(draft, result.pop("state"))
+        drafts.save_draft(draft, options.out, options.share_embeddings, tokenizer)
+        if options.share_embeddings:
+            draft = drafts.load_shared_draft(options.out, target)  # as stored: what is measured is what is used
+        if options.only is None:
+            held = batches.split(len(sequences), options.train.hold_out, HELD_SEQUENCES, options.train.seed)[1]
+            answers = {"held out": sequences.take(held), **watched}
+            facts["evaluation"] = _evaluate_step(target, draft.to(kind).eval(), answers, options, view)
+        record = {
+            "made_by": f"dsbd-cli {__version__}", "command": list(command), "hardware": hardware(world),
+            "software": {
+                "python": platform.python_version(), "torch": torch.__version__,
+                "transformers": transformers.__version__,
+            },
+            "keep": list(options.keep), "seeds": {"sample": options.sample.seed, "train": options.train.seed},
+            "answer_tokens": sequences.answer_tokens, "sequences": len(sequences),
+            "sampling": asdict(options.sample), "training": asdict(options.train), "result": result,
+            **facts, "seconds": round(time.time() - began, 1),
+        }  # fmt: skip
+        write_json(options.out / "provenance.json", record)
         log.write("done", seconds=record["seconds"])
+        facts = record
     world.wait()
-    return record
+    return facts
+
+
+def _sample_step(
+    target: Any, tokenizer: Any, ends: Sequence[int], options: DistillOptions, work: Path, world: World,
+    log: RunLog, view: Console | None,
+) -> dict[str, Any]:  # fmt: skip
+    form = sources.chat_form(tokenizer)
+    encoded = []
+    if options.prompts is not None:
+        encoded = [sources.encode_prompt(tokenizer, p.text) for p in sources.read_prompts(options.prompts)]
+    engine = Engine(target, options.rows, options.max_length, ends, len(tokenizer))
+    with Step(view, "sample") as step:
+        facts = sample(engine, form, encoded, options.sample, work / "shards", world, log, step)
+    del engine
+    if world.device.type == "cuda":
+        torch.cuda.empty_cache()
+    return facts
+
+
+def _evaluate_step(
+    target: Any, draft: Any, answers: dict[str, shards.Sequences], options: DistillOptions, view: Console | None
+) -> dict[str, Any]:
+    found = {}
+    with Step(view, "evaluate") as step:
+        for name, part in answers.items():
+            def tell(done: int, total: int, name: str = name) -> None:
+                step.update(done, total, name)
+
+            found[name] = evaluation.measure(target, draft, part, options.train.warp, tell)
+    costs = Costs({"target": target, "draft": draft})
+    predicted = evaluation.predictions(evaluation.merge(list(found.values())), costs)
+    return {
+        "sets": {name: evaluation.summary(figures) for name, figures in found.items()},
+        "predicted": predicted,
+        "milliseconds": {f"{name} {count}": round(ms, 3) for (name, count), ms in sorted(costs.known.items())},
+    }
 
 
 def parse_keep(keep: str | None, layers: int | None, total: int) -> tuple[int, ...]:

@@ -14,15 +14,17 @@ _MARK = "\u2063dsbd\u2063"
 
 @dataclass(frozen=True)
 class Prompt:
-    """One prompt of a file: its text, and the set and id it is reported under."""
+    """One prompt of a file: a text or chat turns, and the set and id it is reported under."""
 
-    text: str
+    text: str | tuple[dict[str, str], ...]
     group: str = "prompts"
     id: str = ""
 
 
 def read_prompts(path: Path) -> list[Prompt]:
-    """Prompts of a file: JSONL (`{"prompt": ...}`, optional `set` and `id`) or text, one a line.
+    """Prompts of a file: JSONL or text, one a line.
+
+    A JSON line holds `prompt` (text) or `messages` (chat turns), and optionally `set` and `id`.
 
     Raises:
         UserError: unreadable, empty, or a line that is not a prompt (with its number).
@@ -40,15 +42,21 @@ def read_prompts(path: Path) -> list[Prompt]:
             continue
         try:
             record = json.loads(line)
-            text = record["prompt"]
-            if not isinstance(text, str):
+            text = tuple(_turn(turn) for turn in record["messages"]) if "messages" in record else record["prompt"]
+            if not text or not isinstance(text, (str, tuple)):
                 raise TypeError
         except (ValueError, KeyError, TypeError):
-            raise UserError(f'{path}:{number}: expected a JSON object with a text "prompt"') from None
+            raise UserError(f'{path}:{number}: expected a JSON object with "prompt" or "messages"') from None
         prompts.append(Prompt(text, str(record.get("set", "prompts")), str(record.get("id", number))))
     if not prompts:
         raise UserError(f"{path}: no prompts in it")
     return prompts
+
+
+def _turn(turn: Any) -> dict[str, str]:
+    if not isinstance(turn["role"], str) or not isinstance(turn["content"], str):
+        raise TypeError
+    return {"role": turn["role"], "content": turn["content"]}
 
 
 @dataclass(frozen=True)
@@ -81,14 +89,13 @@ def chat_form(tokenizer: Any) -> Form:
     return Form((int(start),), None)
 
 
-def encode_prompt(tokenizer: Any, text: str) -> tuple[int, ...]:
-    """Token ids of one prompt: a user turn under the chat template, or plain text with the usual BOS."""
+def encode_prompt(tokenizer: Any, text: str | tuple[dict[str, str], ...]) -> tuple[int, ...]:
+    """Token ids of one prompt: under the chat template where there is one, else plain text with the usual BOS."""
     if getattr(tokenizer, "chat_template", None):
-        text = tokenizer.apply_chat_template(
-            [{"role": "user", "content": text}], tokenize=False, add_generation_prompt=True
-        )
-        return tuple(_ids(tokenizer, text))
-    return tuple(tokenizer(text).input_ids)
+        turns = [{"role": "user", "content": text}] if isinstance(text, str) else list(text)
+        return tuple(_ids(tokenizer, tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)))
+    plain = text if isinstance(text, str) else "\n\n".join(turn["content"] for turn in text)
+    return tuple(tokenizer(plain).input_ids)
 
 
 def _ids(tokenizer: Any, text: str) -> list[int]:

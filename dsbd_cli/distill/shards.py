@@ -49,6 +49,10 @@ class Sequences:
         begin = int(self.offset[index])
         return self.tokens[begin : begin + int(self.length[index])]
 
+    def take(self, chosen: Sequence[int] | np.ndarray) -> Sequences:
+        """The sequences `chosen`, without metadata."""
+        return pack([(self.sequence(i).tolist(), int(self.start[i]), int(self.answer[i])) for i in chosen])
+
 
 def pack(
     rows: Sequence[tuple[Sequence[int], int, int]], meta: dict[str, Any] | None = None

@@ -108,6 +108,8 @@ class Trainer:
         self.curve: list[dict[str, float]] = []
         self.next_evaluation = 0
         if options.compile:
+            # One layer's code serves all layers, with and without gradients, for every shape of batch.
+            torch._dynamo.config.recompile_limit = 64
             for layer in [*layer_list(target)[1], *layer_list(draft)[1]]:
                 layer.compile(dynamic=True)
 
