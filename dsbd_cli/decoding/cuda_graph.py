@@ -3,7 +3,7 @@
 Launching a model's kernels one by one from Python costs several times what they compute (design.md
 section 6: 45.7 ms against 9.7 for an 8B). A forward is therefore padded to the next bucket of node
 counts and of slots, and recorded once per bucket, from the copied inputs to the best entries of each
-row. In go six integers a node, out comes one small block: one copy each way, one synchronisation.
+row. In go seven integers a node, out comes one small block: one copy each way, one synchronisation.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from dsbd_cli.decoding.tree_pool import Plan, TreePool
 
 NODE_BUCKETS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64)
 _LEAST_SLOTS = 256
-_INPUTS = 6  # ids, positions, slots, mask rows, base rows, and who sees whom as 64 bits
+_INPUTS = 7  # ids, positions, slots, mask rows, base rows, who sees whom as 64 bits, slots in use
 
 
 def node_bucket(count: int) -> int | None:
@@ -39,7 +39,7 @@ def slot_bucket(used: int, capacity: int) -> int:
 
 
 def pad(plan: Plan, size: int) -> Tensor:
-    """A plan as int64 [6, size]: padded nodes write to the spare slot, which only they see."""
+    """A plan as int64 [7, size]: padded nodes write to the spare slot, which only they see."""
     count = len(plan)
     packed = np.zeros((_INPUTS, size), dtype=np.int64)
     packed[2, count:] = SPARE
@@ -49,6 +49,7 @@ def pad(plan: Plan, size: int) -> Tensor:
     # A padded row hidden from everything would be NaN, and NaN in the spare slot would spread.
     seen[count:, count:size] = True
     packed[5] = np.packbits(seen, axis=1, bitorder="little").view(np.int64)[:, 0]
+    packed[6] = plan.used
     return torch.from_numpy(packed)
 
 
@@ -116,11 +117,14 @@ class GraphForward:
             self._pointers = pointers
         nodes = node_bucket(len(plan))
         assert nodes is not None
-        key = nodes, slot_bucket(plan.used, self.pool.cache.capacity), size
+        slots = self.pool.cache.capacity
+        if not getattr(self.forward, "reads_length", False):
+            slots = slot_bucket(plan.used, slots)
+        key = nodes, slots, size
         packed = pad(plan, nodes)
         bucket = self._buckets.get(key)
         if bucket is None:
-            bucket = self._buckets[key] = self._record(packed, key[1], size)
+            bucket = self._buckets[key] = self._record(packed, slots, size)
             self.recordings += 1
         else:
             bucket.staging.copy_(packed)
@@ -158,10 +162,10 @@ class GraphForward:
 
     def _steps(self, inputs: Tensor, slots: int, size: int) -> list[Tensor]:
         """The forward itself, on tensors of fixed shapes."""
-        ids, positions, where, rows, base, bits = inputs
+        ids, positions, where, rows, base, bits, used = inputs
         mask = self.pool.masks.extend(base, rows, where, seen_inside(bits))
         cache = self.pool.cache
-        cache.slots, cache.used = where, slots
+        cache.slots, cache.used, cache.length = where, slots, used[:1]
         logits = self.forward(cache, ids, positions, mask[:, :slots], 0)
         if not size:
             return [logits, logits, logits[:0]]

@@ -87,6 +87,7 @@ class TreeCache:
     Attributes:
         slots: int64 [N] on the device, where the running forward writes.
         used: how many slots the running forward looks at.
+        length: the same as int64 [1] on the device, for attention that reads it there.
     """
 
     is_compileable = False
@@ -96,6 +97,7 @@ class TreeCache:
         self.capacity = capacity
         self.slots = torch.zeros(0, dtype=torch.long)
         self.used = 0
+        self.length = torch.zeros(1, dtype=torch.long)
         self.keys: dict[int, Tensor] = {}
         self.values: dict[int, Tensor] = {}
         self._positions = torch.zeros(0, dtype=torch.long)
@@ -201,6 +203,10 @@ class MaskTable:
         self.table[row] = self.hidden
         self.table[row, slots] = 0
 
+    def see(self, row: int, slots: Tensor) -> None:
+        """Let `row` see `slots` (int64 [N]) as well."""
+        self.table[row, slots] = 0
+
     def causal(self, row: int, slots: Tensor) -> Tensor:
         """[N, table width]: what `row` sees, and of `slots` (int64 [N]) each its own and those before it.
 
@@ -209,7 +215,7 @@ class MaskTable:
         count = len(slots)
         mask = self.table[row].repeat(count, 1)
         mask.index_copy_(1, slots, mask.new_full((count, count), self.hidden).triu(1))
-        self.table[row, slots] = 0
+        self.see(row, slots)
         return mask
 
     def extend(self, base: Tensor, rows: Tensor, slots: Tensor, inside: Tensor) -> Tensor:

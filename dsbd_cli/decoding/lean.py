@@ -8,6 +8,7 @@ where the self-test finds it to agree with the model's own forward; anything unu
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 from dsbd_cli.decoding import native
 from dsbd_cli.decoding.hf import layer_kinds
 from dsbd_cli.decoding.kv_pool import TreeCache
-from dsbd_cli.decoding.lean_layers import NativeLayer, Norm, TorchLayer
+from dsbd_cli.decoding.lean_layers import NativeLayer, Norm, TorchLayer, TritonLayer
 from dsbd_cli.decoding.linears import (
     DenseLinear,
     Int8Linear,
@@ -30,6 +31,7 @@ from dsbd_cli.decoding.linears import (
 _FAMILIES = {"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"}
 # Up to this many query rows a head, folding a group's heads beats repeating keys and values.
 _FOLD = 512
+_GPU_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def serves(model: Any) -> bool:
@@ -61,6 +63,17 @@ def kind_of_linear(model: Any, int8: bool) -> type:
     return DenseLinear
 
 
+def gpu_kernels(dtype: torch.dtype, head: int) -> Any:
+    """The Triton kernels, or None where Triton or a size is missing, or DSBD_NATIVE=0."""
+    if os.environ.get("DSBD_NATIVE") == "0" or dtype not in _GPU_DTYPES or head % 2 or head > 256:
+        return None
+    try:
+        from dsbd_cli.decoding.triton_kernels import Kernels
+    except ImportError:
+        return None
+    return Kernels()
+
+
 class LeanForward:
     """Takes the place of `hf.TreeForward` for the families it serves; same call.
 
@@ -72,7 +85,8 @@ class LeanForward:
     Attributes:
         dtype: of activations, keys and values.
         kind: the products it uses.
-        native: whether the steps between them are compiled C.
+        kernels: what runs the steps between them, or None for tensor operations.
+        reads_length: whether `cache.length` bounds attention, so that `mask` may be wider.
     """
 
     def __init__(self, model: Any, *, int8: bool = False, kind: type | None = None) -> None:
@@ -81,24 +95,45 @@ class LeanForward:
         inner = model.model
         self._embed: nn.Embedding = inner.embed_tokens
         self._rotary = inner.rotary_emb
+        layers = list(enumerate(inner.layers))
         head = int(inner.layers[0].self_attn.head_dim)
-        self.native = self.kind is not DenseLinear and native.serves(self.dtype, head)
-        make = NativeLayer if self.native else TorchLayer
-        self._layers = [make(i, layer, self.kind, self.dtype) for i, layer in enumerate(inner.layers)]
+        kernels: Any = None
+        if self.kind is not DenseLinear and native.serves(self.dtype, head):
+            kernels = native.load()
+            self._layers: list[Any] = [
+                NativeLayer(i, layer, self.kind, self.dtype, kernels) for i, layer in layers
+            ]
+        elif model.device.type == "cuda" and (kernels := gpu_kernels(self.dtype, head)) is not None:
+            self._layers = [TritonLayer(i, layer, self.kind, self.dtype, kernels) for i, layer in layers]
+        else:
+            self._layers = [TorchLayer(i, layer, self.kind, self.dtype) for i, layer in layers]
+        self.kernels = kernels
+        # Its attention stops at a length that it reads on the device: one recording for any length.
+        self.reads_length = isinstance(self._layers[0], TritonLayer)
         self._norm = Norm(inner.norm, self.dtype)
         self._head = fused([model.lm_head], self.kind)
 
+    def needs_no_mask(self, begin: int) -> bool:
+        """Whether prompt tokens from `begin` on, in slots in order, can do without a mask."""
+        half = self.dtype in (torch.bfloat16, torch.float16)
+        return begin == 0 or (half and self._embed.weight.device.type == "cuda")
+
     def __call__(
-        self, cache: TreeCache, ids: Tensor, positions: Tensor, mask: Tensor, keep: Tensor | int = 0
+        self, cache: TreeCache, ids: Tensor, positions: Tensor, mask: Tensor | None, keep: Tensor | int = 0
     ) -> Tensor:
-        """Logits [K, V'] of the nodes named by `keep`; arguments as in `hf.TreeForward`."""
+        """Logits [K, V'] of the nodes named by `keep`; arguments as in `hf.TreeForward`.
+
+        Without a mask the nodes are the last tokens of a prompt that fills slots 1, 2, ... in order.
+        """
         x = self._embed(ids).to(self.dtype)
         cos, sin = self._rotary(x, positions[None])
-        shared = self._layers[0].shared
-        folded = len(ids) * shared <= _FOLD
-        seen = (mask.repeat_interleave(shared, 0) if folded else mask)[None, None]
+        if mask is not None:
+            shared = self._layers[0].shared
+            if not self.reads_length and len(ids) * shared <= _FOLD:
+                mask = mask.repeat_interleave(shared, 0)
+            mask = mask[None, None]
         for layer in self._layers:
-            x = layer(x, cache, cos[0], sin[0], seen)
+            x = layer(x, cache, cos[0], sin[0], mask)
         if isinstance(keep, int):
             x = x[-keep:] if keep else x
         else:

@@ -33,6 +33,8 @@ class DenseLinear:
         self._weight, self._bias = weight, bias
 
     def __call__(self, x: Tensor, add: Tensor | None = None) -> Tensor:
+        if add is not None and self._bias is None and x.device.type == "cuda":
+            return torch.addmm(add, x, self._weight.t())  # one kernel
         out = F.linear(x, self._weight, self._bias)
         return out if add is None else out.add_(add)
 

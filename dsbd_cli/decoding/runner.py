@@ -176,7 +176,13 @@ class HfTreeModel:
         for begin in range(len(kept), len(ids), _CHUNK):
             plan = self._pool.prompt_plan(begin, min(begin + _CHUNK, len(ids)))
             slots = torch.tensor(plan.slots, device=self.device)
-            mask = self._pool.masks.causal(plan.mask_rows[0], slots)
+            end = begin + len(plan)
+            unmasked = getattr(self._forward, "needs_no_mask", None)
+            if unmasked is not None and unmasked(begin) and self._pool.straight(end):
+                mask = None
+                self._pool.masks.see(plan.mask_rows[0], slots)
+            else:
+                mask = self._pool.masks.causal(plan.mask_rows[0], slots)
             logits = self._compute(plan, slots, mask, 1)
         self._rows = {}
         self._store([root], logits)
@@ -245,12 +251,15 @@ class HfTreeModel:
             return False
         return True
 
-    def _compute(self, plan: Plan, slots: Tensor, mask: Tensor, head: Tensor | int) -> Tensor:
+    def _compute(self, plan: Plan, slots: Tensor, mask: Tensor | None, head: Tensor | int) -> Tensor:
         """Logits [K, V'] of the nodes that `head` names."""
         cache = self._pool.cache
         cache.slots, cache.used = slots, plan.used
+        if getattr(self._forward, "reads_length", False):
+            cache.length = torch.tensor([plan.used], device=self.device)
         ids, positions = torch.tensor([plan.ids, plan.positions], device=self.device)
-        return self._forward(cache, ids, positions, mask[:, : plan.used], head)
+        seen: Any = None if mask is None else mask[:, : plan.used]
+        return self._forward(cache, ids, positions, seen, head)
 
     def _store(self, nodes: list[Node], logits: Tensor) -> None:
         """Keep what the law will ask of these nodes' rows [N, V']."""

@@ -123,6 +123,10 @@ class TreePool:
         nothing = np.zeros((0, 0), dtype=bool)
         return Plan(ids, positions, slots, [row] * count, [row] * count, nothing, self.slots.used)
 
+    def straight(self, end: int) -> bool:
+        """Whether the first `end` prompt tokens lie in slots 1, 2, ... in order."""
+        return self._prompt_slots[:end] == list(range(1, end + 1))
+
     # The tree.
 
     def __contains__(self, node: Node) -> bool:

@@ -39,6 +39,7 @@ def test_padding_keeps_the_plan_and_shows_padded_nodes_only_themselves(count):
     packed = pad(plan, size)
     assert packed[:5, :count].tolist() == numbers
     assert not packed[:5, count:].any()
+    assert set(packed[6].tolist()) == {512}
     seen = seen_inside(packed[5])
     assert np.array_equal(seen[:count, :count].numpy(), inside)
     assert not seen[:count, count:].any()

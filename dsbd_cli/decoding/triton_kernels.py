@@ -1,0 +1,237 @@
+"""The steps between the products of a Llama-shaped layer on a GPU, and attention over a tree, in Triton.
+
+Same calls as `native.Kernels`. Attention reads keys and values once for all query heads that share
+them, only up to the slots in use (a number on the device, so that one recording serves any length),
+and splits the slots over enough programs to keep the whole device busy.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+# Programs to aim for: twice the multiprocessors of a large device.
+_PROGRAMS = 264
+_MOST_SPLITS = 32
+
+
+@triton.jit
+def _rms(x_ptr, weight_ptr, out_ptr, width, eps, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64) * width
+    at = tl.arange(0, BLOCK)
+    inside = at < width
+    x = tl.load(x_ptr + row + at, mask=inside, other=0.0).to(tl.float32)
+    inverse = 1.0 / tl.sqrt(tl.sum(x * x, 0) / width + eps)
+    kind = out_ptr.dtype.element_ty
+    weight = tl.load(weight_ptr + at, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out_ptr + row + at, (weight * (x * inverse).to(kind).to(tl.float32)).to(kind), mask=inside)
+
+
+@triton.jit
+def _silu(both_ptr, out_ptr, width, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < width
+    gate = tl.load(both_ptr + row * 2 * width + at, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(both_ptr + row * 2 * width + width + at, mask=inside, other=0.0).to(tl.float32)
+    kind = out_ptr.dtype.element_ty
+    gate = (gate / (1.0 + tl.exp(-gate))).to(kind).to(tl.float32)
+    tl.store(out_ptr + row * width + at, (gate * up).to(kind), mask=inside)
+
+
+@triton.jit
+def _rope(
+    qkv_ptr, cos_ptr, sin_ptr, slots_ptr, q_weight_ptr, k_weight_ptr, query_ptr, keys_ptr, values_ptr,
+    heads, groups, size, capacity, eps,
+    NORMED: tl.constexpr, HALF: tl.constexpr,
+):  # fmt: skip
+    node = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1)
+    slot = tl.load(slots_ptr + node)
+    half = size // 2
+    at = tl.arange(0, HALF)
+    inside = at < half
+    source = qkv_ptr + (node * (heads + 2 * groups) + head) * size
+    low = tl.load(source + at, mask=inside, other=0.0)
+    high = tl.load(source + half + at, mask=inside, other=0.0)
+    kind = query_ptr.dtype.element_ty
+    shared = heads // groups
+    if head >= heads + groups:
+        target = values_ptr + ((head - heads - groups) * capacity + slot) * size
+        tl.store(target + at, low, mask=inside)
+        tl.store(target + half + at, high, mask=inside)
+    else:
+        low, high = low.to(tl.float32), high.to(tl.float32)
+        if NORMED:
+            inverse = 1.0 / tl.sqrt((tl.sum(low * low, 0) + tl.sum(high * high, 0)) / size + eps)
+            weight = q_weight_ptr
+            if head >= heads:
+                weight = k_weight_ptr
+            w_low = tl.load(weight + at, mask=inside, other=0.0).to(tl.float32)
+            w_high = tl.load(weight + half + at, mask=inside, other=0.0).to(tl.float32)
+            low = (w_low * (low * inverse).to(kind).to(tl.float32)).to(kind).to(tl.float32)
+            high = (w_high * (high * inverse).to(kind).to(tl.float32)).to(kind).to(tl.float32)
+        c_low = tl.load(cos_ptr + node * size + at, mask=inside, other=0.0).to(tl.float32)
+        c_high = tl.load(cos_ptr + node * size + half + at, mask=inside, other=0.0).to(tl.float32)
+        s_low = tl.load(sin_ptr + node * size + at, mask=inside, other=0.0).to(tl.float32)
+        s_high = tl.load(sin_ptr + node * size + half + at, mask=inside, other=0.0).to(tl.float32)
+        new_low = (low * c_low).to(kind).to(tl.float32) - (high * s_low).to(kind).to(tl.float32)
+        new_high = (high * c_high).to(kind).to(tl.float32) + (low * s_high).to(kind).to(tl.float32)
+        target = query_ptr + ((node * shared + head % shared) * groups + head // shared) * size
+        if head >= heads:
+            target = keys_ptr + ((head - heads) * capacity + slot) * size
+        tl.store(target + at, new_low.to(kind), mask=inside)
+        tl.store(target + half + at, new_high.to(kind), mask=inside)
+
+
+@triton.jit
+def _attend(
+    query_ptr, keys_ptr, values_ptr, mask_ptr, used_ptr, part_ptr, peak_ptr, mass_ptr,
+    scaling, rows, groups, shared, size, capacity, mask_width,
+    EXACT: tl.constexpr, DIM: tl.constexpr, ROWS: tl.constexpr, SLOTS: tl.constexpr,
+):  # fmt: skip
+    """One split of the slots for one block of rows of one group: unnormalised output, maximum, mass."""
+    group = tl.program_id(0) % groups
+    block = tl.program_id(0) // groups
+    split = tl.program_id(1)
+    used = tl.load(used_ptr).to(tl.int32)
+    span = tl.cdiv(tl.cdiv(used, tl.num_programs(1)), SLOTS) * SLOTS
+    row = block * ROWS + tl.arange(0, ROWS)
+    real = row < rows
+    dims = tl.arange(0, DIM)
+    own = dims < size
+    at = (row[:, None] * groups + group) * size + dims[None, :]
+    query = tl.load(query_ptr + at, mask=real[:, None] & own[None, :], other=0.0)
+    node = row // shared
+    base = group.to(tl.int64) * capacity * size
+    peak = tl.full([ROWS], -float("inf"), tl.float32)
+    mass = tl.zeros([ROWS], tl.float32)
+    part = tl.zeros([ROWS, DIM], tl.float32)
+    for begin in range(split * span, tl.minimum(used, (split + 1) * span), SLOTS):
+        slot = begin + tl.arange(0, SLOTS)
+        live = slot < used
+        where = base + slot[:, None].to(tl.int64) * size + dims[None, :]
+        here = live[:, None] & own[None, :]
+        keys = tl.load(keys_ptr + where, mask=here, other=0.0)
+        if EXACT:
+            scores = tl.dot(query, tl.trans(keys), input_precision="ieee") * scaling
+        else:
+            scores = tl.dot(query, tl.trans(keys)) * scaling
+        seen = tl.load(
+            mask_ptr + node[:, None].to(tl.int64) * mask_width + slot[None, :],
+            mask=real[:, None] & live[None, :], other=-float("inf"),
+        )  # fmt: skip
+        # Padded rows see what is live, so that no maximum is -inf in a split that has slots.
+        seen = tl.where(real[:, None], seen.to(tl.float32), 0.0)
+        scores = tl.where(live[None, :], scores + seen, -float("inf"))
+        top = tl.maximum(peak, tl.max(scores, 1))
+        weight = tl.exp(scores - top[:, None])
+        shrink = tl.exp(peak - top)
+        values = tl.load(values_ptr + where, mask=here, other=0.0)
+        if EXACT:
+            part = part * shrink[:, None] + tl.dot(weight, values, input_precision="ieee")
+        else:
+            part = part * shrink[:, None] + tl.dot(weight.to(values.dtype), values)
+        mass = mass * shrink + tl.sum(weight, 1)
+        peak = top
+    out = (split * rows + row) * groups + group
+    tl.store(part_ptr + out[:, None] * size + dims[None, :], part, mask=real[:, None] & own[None, :])
+    tl.store(peak_ptr + out, peak, mask=real)
+    tl.store(mass_ptr + out, mass, mask=real)
+
+
+@triton.jit
+def _gather(
+    part_ptr, peak_ptr, mass_ptr, out_ptr, rows, groups, shared, size, splits,
+    DIM: tl.constexpr, SPLITS: tl.constexpr,
+):  # fmt: skip
+    """Join the splits of one row and group; the output has the model's order of heads."""
+    row, group = tl.program_id(0), tl.program_id(1)
+    split = tl.arange(0, SPLITS)
+    real = split < splits
+    at = (split * rows + row) * groups + group
+    peak = tl.load(peak_ptr + at, mask=real, other=-float("inf"))
+    mass = tl.load(mass_ptr + at, mask=real, other=0.0)
+    top = tl.max(peak, 0)
+    weight = tl.exp(peak - top)
+    dims = tl.arange(0, DIM)
+    own = dims < size
+    part = tl.load(
+        part_ptr + at[:, None] * size + dims[None, :], mask=real[:, None] & own[None, :], other=0.0
+    )
+    whole = tl.sum(part * weight[:, None], 0) / tl.sum(mass * weight, 0)
+    node, member = row // shared, row % shared
+    head = node * groups * shared + group * shared + member
+    tl.store(out_ptr + head * size + dims, whole.to(out_ptr.dtype.element_ty), mask=own)
+
+
+class Kernels:
+    """The kernels on contiguous CUDA tensors; same calls as `native.Kernels`, and `attend`."""
+
+    def rms(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """RMS norm over the last dimension of [N, width]."""
+        out = torch.empty_like(x)
+        block = triton.next_power_of_2(x.shape[1])
+        _rms[(x.shape[0],)](x, weight, out, x.shape[1], eps, BLOCK=block, num_warps=8 if block > 1024 else 4)
+        return out
+
+    def silu(self, both: Tensor) -> Tensor:
+        """silu(gate) x up, from gate and up side by side: [N, 2 width] to [N, width]."""
+        count, width = both.shape[0], both.shape[1] // 2
+        out = both.new_empty((count, width))
+        _silu[(count, triton.cdiv(width, 1024))](both, out, width, BLOCK=1024)
+        return out
+
+    def rope(
+        self, qkv: Tensor, cos: Tensor, sin: Tensor, slots: Tensor, norms: tuple[Tensor, Tensor] | None,
+        keys: Tensor, values: Tensor, heads: int, eps: float,
+    ) -> Tensor:  # fmt: skip
+        """Rotate, and write keys and values into the pool; see `native.Kernels.rope`."""
+        count = qkv.shape[0]
+        _, groups, capacity, size = keys.shape
+        query = qkv.new_empty((count * heads // groups, groups, size))
+        q_weight, k_weight = norms if norms is not None else (qkv, qkv)
+        _rope[(count, heads + 2 * groups)](
+            qkv, cos, sin, slots, q_weight, k_weight, query, keys, values,
+            heads, groups, size, capacity, eps,
+            NORMED=norms is not None, HALF=triton.next_power_of_2(size // 2), num_warps=1,
+        )  # fmt: skip
+        return query
+
+    def attend(
+        self, query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, used: Tensor, scaling: float
+    ) -> Tensor:
+        """Attention of N nodes over the slots of the tree.
+
+        Args:
+            query: [N x shared, groups, size], as `rope` returns it.
+            keys, values: [1, groups, capacity, size].
+            mask: additive [N, >= used], rows contiguous.
+            used: int [1], how many slots to look at.
+            scaling: of the scores.
+
+        Returns:
+            [N, heads x size] in the model's order of heads.
+        """
+        rows, groups, size = query.shape
+        shared = rows // mask.shape[0]
+        exact = query.dtype == torch.float32
+        block = min(64, max(16, triton.next_power_of_2(rows)))
+        blocks = triton.cdiv(rows, block)
+        splits = max(1, min(_MOST_SPLITS, _PROGRAMS // (groups * blocks)))
+        part = query.new_empty((splits, rows, groups, size), dtype=torch.float32)
+        peak, mass = query.new_empty((2, splits, rows, groups), dtype=torch.float32)
+        out = query.new_empty((mask.shape[0], groups * shared * size))
+        dim = max(16, triton.next_power_of_2(size))
+        _attend[(groups * blocks, splits)](
+            query, keys, values, mask, used, part, peak, mass,
+            scaling, rows, groups, shared, size, keys.shape[2], mask.stride(0),
+            EXACT=exact, DIM=dim, ROWS=block, SLOTS=32 if exact else 64, num_warps=4, num_stages=2,
+        )  # fmt: skip
+        _gather[(rows, groups)](
+            part, peak, mass, out, rows, groups, shared, size, splits,
+            DIM=dim, SPLITS=triton.next_power_of_2(splits), num_warps=1,
+        )  # fmt: skip
+        return out
