@@ -1,0 +1,320 @@
+"""On a GPU: are recorded forwards right, and what do they cost?
+
+    python -m benchmarks.gpu_check [--json FILE] [--shapes 8b,135m] [--long] [--quick]
+
+Checks, on random models: (1) float32: every method says the same tokens with CUDA graphs, Triton
+kernels or neither; (2) a tree forward is a forward path by path; (3) bfloat16: the rows that leave the
+device are the exact best of the rows on it, ties to the lower id, and close to those of the plain
+forward. Then times, as medians: one forward of N nodes over 300 slots in each way of running it, beside
+the time that reading the weights once takes. Exit code 1 if a check fails.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import random
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from dsbd_cli.decoding.chance import SeededChance
+from dsbd_cli.decoding.cuda_graph import node_bucket
+from dsbd_cli.decoding.methods import decode, draft_warp, rows_needed, start
+from dsbd_cli.decoding.runner import HfTreeModel
+from dsbd_cli.decoding.tree import Node, Trie
+from dsbd_cli.settings import Settings
+
+# hidden, intermediate, layers, heads, key/value heads, vocabulary, tied
+SHAPES = {
+    "8b": (4096, 14336, 32, 32, 8, 128256, False),
+    "1b": (2048, 8192, 16, 32, 8, 128256, True),
+    "135m": (576, 1536, 30, 9, 3, 49152, True),
+    "draft": (576, 1536, 4, 9, 3, 49152, True),
+    "toy": (64, 128, 2, 4, 2, 500, True),
+}
+# What `HfTreeModel` is told, and whether compiled kernels are allowed.
+WAYS: dict[str, tuple[dict[str, Any], bool]] = {
+    "model's own code": ({"fast": False, "graphs": False}, True),
+    "its own, recorded": ({"fast": False, "graphs": True}, True),
+    "lean": ({"graphs": False}, True),
+    "lean, recorded, no kernels": ({"graphs": True}, False),
+    "lean, recorded": ({"graphs": True}, True),
+}
+NODES = (1, 2, 4, 8, 12, 16, 24, 32, 48)
+METHODS = {
+    "beam": {"method": "beam"},
+    "multinomial": {"method": "multinomial"},
+    "cover": {"verify": "cover", "threshold": None},
+    "paper": {"verify": "paper"},
+    "continue": {"verify": "continue"},
+    "kv one": {"verify": "cover", "kv": "one"},
+    "speculative": {"method": "speculative"},
+    "specinfer": {"method": "specinfer"},
+    "deterministic": {"method": "dsbd", "deterministic": True},
+    "no top-k": {"verify": "cover", "top_k": 0, "threshold": None},
+}
+
+
+def build(shape: str, device: str, dtype: torch.dtype, spread: float = 0.02, seed: int = 0) -> Any:
+    """A random Llama of a shape, made on the device."""
+    hidden, inner, layers, heads, groups, vocab, tied = SHAPES[shape]
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        hidden_size=hidden, intermediate_size=inner, num_hidden_layers=layers, num_attention_heads=heads,
+        num_key_value_heads=groups, vocab_size=vocab, tie_word_embeddings=tied,
+        max_position_embeddings=131072, rope_theta=500000.0, initializer_range=spread,
+    )  # fmt: skip
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with torch.device(device):
+            return AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+    finally:
+        torch.set_default_dtype(before)
+
+
+def tree_model(way: str, model: Any, role: str = "target") -> HfTreeModel:
+    """`model` run in one of the `WAYS`."""
+    options, kernels = WAYS[way]
+    os.environ["DSBD_NATIVE"] = "1" if kernels else "0"
+    try:
+        return HfTreeModel(model, vocab_size=model.config.vocab_size, role=role, **options)
+    finally:
+        del os.environ["DSBD_NATIVE"]
+
+
+def decoded(target: HfTreeModel, draft: HfTreeModel, settings: Settings, prompt: list[int], seed: int) -> Any:
+    """All tokens of all ranked sequences, and how many target calls it took."""
+    budget = 40
+    trie = Trie(lambda node: "length" if node.depth >= budget else None, [], budget)
+    target.prefill(prompt, trie.root, row_size=rows_needed(settings, 0))
+    draft.prefill(prompt, trie.root, row_size=draft_warp(settings).row_size)
+    run = start(settings, target, draft, trie, SeededChance(seed, 0), SeededChance(seed, 1))
+    for _ in decode(run, settings):
+        pass
+    return [node.tokens() for node in run.hypotheses.ranking()], target.calls
+
+
+def check_tokens(device: str, quick: bool) -> list[str]:
+    """(1) The same tokens in every way, float32."""
+    target = build("toy" if quick else "135m", device, torch.float32, 0.08)
+    draft = build("toy" if quick else "draft", device, torch.float32, 0.08, seed=1)
+    wrong = []
+    rng = random.Random(0)
+    prompts = [[rng.randrange(400) for _ in range(40)] for _ in range(2)]
+    said: dict[str, Any] = {}
+    for way in WAYS:
+        models = tree_model(way, target), tree_model(way, draft, "draft")
+        for name, options in METHODS.items():
+            base = {} if options.get("deterministic") else {"temperature": 1.0, "top_k": 10, "top_p": 0.9}
+            settings = Settings(**(base | {"width": 4, "draft_width": 4, "gamma": 3} | options))
+            for i, prompt in enumerate(prompts):
+                got = decoded(*models, settings, prompt, seed=i)
+                if said.setdefault(f"{name} {i}", got) != got:
+                    wrong.append(f"tokens: {name}, prompt {i}: {way!r} differs from {next(iter(WAYS))!r}")
+        wrong += [f"note: {way}: {note}" for model in models for note in model.notes]
+        print(f"  {way}: {len(METHODS) * len(prompts)} runs", flush=True)
+    return wrong
+
+
+def check_paths(device: str, quick: bool) -> list[str]:
+    """(2) Tree forward against plain forwards of the paths; float32 to 1e-4, bfloat16 to its rounding."""
+    wrong = []
+    for dtype, limit in ((torch.float32, 1e-4), (torch.bfloat16, 0.25)):
+        model = build("toy" if quick else "135m", device, dtype, 0.05)
+        vocab = model.config.vocab_size
+        rng = random.Random(1)
+        ids = [rng.randrange(vocab) for _ in range(300)]
+        for way in WAYS:
+            tree, root = tree_model(way, model), Node(-1, None)
+            tree.prefill(ids, root)
+            level = [root]
+            worst = 0.0
+            for _ in range(12):
+                level = [Node(rng.randrange(vocab), rng.choice(level)) for _ in range(rng.randint(1, 9))]
+                tree.forward(level)
+                node = rng.choice(level)
+                with torch.inference_mode():
+                    plain = model(torch.tensor([ids + node.tokens()], device=device)).logits[0, -1].float()
+                worst = max(worst, float((torch.log_softmax(plain, -1) - tree.log_row(node)).abs().max()))
+                tree.retain(level)
+            print(f"  {dtype} {way}: worst {worst:.2g}", flush=True)
+            if not worst < limit:
+                wrong.append(f"paths: {way} in {dtype} is off by {worst:.3g}")
+    return wrong
+
+
+def check_rows(device: str, quick: bool) -> list[str]:
+    """(3) In bfloat16, what leaves the device is the stable sort of the row that is on it."""
+    model = build("toy" if quick else "135m", device, torch.bfloat16, 0.05)
+    vocab = model.config.vocab_size
+    tree, root, rng = tree_model("lean, recorded", model), Node(-1, None), random.Random(2)
+    tree.prefill([rng.randrange(vocab) for _ in range(100)], root, row_size=10)
+    wrong, ties, seen = [], 0, 0
+    for count in (1, 3, 8, 24, 48, 60):
+        level = [Node(rng.randrange(vocab), root) for _ in range(count)]
+        tree.forward(level)
+        assert tree._graphs is not None
+        key = node_bucket(count), 10
+        bucket = next(b for (n, _, size), b in tree._graphs._buckets.items() if (n, size) == key)
+        rows = bucket.logps[:count].cpu().numpy()
+        for node, row in zip(level, rows, strict=True):
+            tokens, logps = tree.best(node, 10)
+            exact = np.argsort(-row, kind="stable")[:10]
+            seen += 1
+            ties += len(set(row[exact].tolist())) < 10
+            if not np.array_equal(tokens, exact) or not np.array_equal(logps, row[exact]):
+                wrong.append(f"rows: {count} nodes: {tokens.tolist()} is not {exact.tolist()}")
+        tree.retain([])
+    print(f"  {seen} rows, {ties} with ties among the best ten", flush=True)
+    return wrong
+
+
+def timed(tree: HfTreeModel, count: int, rounds: int) -> dict[str, float]:
+    """Milliseconds of one forward of `count` nodes, as the caller sees it, and on the device alone."""
+    vocab, root, rng = tree.vocab_size, Node(-1, None), random.Random(3)
+    tree.prefill([rng.randrange(vocab) for _ in range(300)], root, row_size=10)
+    walls, device = [], []
+    for _ in range(rounds + 3):
+        nodes = [Node(rng.randrange(vocab), root) for _ in range(count)]
+        torch.cuda.synchronize()
+        begin = time.perf_counter()
+        tree.forward(nodes)
+        walls.append(time.perf_counter() - begin)
+        tree.retain([])
+    if tree._graphs is not None:
+        bucket = list(tree._graphs._buckets.values())[-1]
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+        for _ in range(rounds):
+            events[0].record()
+            bucket.replay()
+            events[1].record()
+            torch.cuda.synchronize()
+            device.append(events[0].elapsed_time(events[1]))
+    result = {"wall_ms": 1e3 * statistics.median(walls[3:])}
+    if device:
+        result["device_ms"] = statistics.median(device)
+    return result
+
+
+def copy_bandwidth(device: str) -> float:
+    """Bytes a second that a device copy moves, read and write together."""
+    source = torch.empty(1 << 30, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    times = []
+    for _ in range(8):
+        torch.cuda.synchronize()
+        begin = time.perf_counter()
+        target.copy_(source)
+        torch.cuda.synchronize()
+        times.append(time.perf_counter() - begin)
+    return 2 * source.numel() / min(times)
+
+
+def times(shape: str, device: str, quick: bool) -> dict[str, Any]:
+    """Forward times of one shape in every way."""
+    model = build(shape, device, torch.bfloat16)
+    weights = sum(w.numel() * w.element_size() for w in model.parameters())
+    if not SHAPES[shape][-1]:
+        weights -= model.model.embed_tokens.weight.numel() * 2  # one row of it is read
+    floor = 1e3 * weights / copy_bandwidth(device)
+    result: dict[str, Any] = {"weights_bytes": weights, "floor_ms": floor, "ways": {}}
+    print(f"{shape}: {weights / 1e9:.2f} GB of weights, {floor:.2f} ms to read them")
+    print("  " + " " * 28 + "".join(f"{f'N={n}':>16}" for n in NODES))
+    for way in WAYS:
+        tree = tree_model(way, model)
+        row = {}
+        for count in NODES:
+            row[str(count)] = timed(tree, count, 5 if quick else 20)
+        result["ways"][way] = row | {"notes": tree.notes}
+        cells = (
+            f"{c['wall_ms']:.2f}" + (f" ({c['device_ms']:.2f})" if "device_ms" in c else "")
+            for c in row.values()
+        )
+        print(f"  {way:28}" + "".join(f"{cell:>16}" for cell in cells), *tree.notes, flush=True)
+        del tree
+        gc.collect()
+        torch.cuda.empty_cache()
+    return result
+
+
+def long_prompts(device: str) -> dict[str, Any]:
+    """Prefill and one forward of 8 nodes behind prompts up to 32k tokens, 8B-shaped."""
+    model = build("8b", device, torch.bfloat16)
+    tree = tree_model("lean, recorded", model)
+    rng, result = random.Random(4), {}
+    for length in (512, 2048, 8192, 32768):
+        torch.cuda.reset_peak_memory_stats()
+        prompt = [rng.randrange(128256) for _ in range(length)]
+        seconds = []
+        for _ in range(2):
+            root = Node(-1, None)
+            torch.cuda.synchronize()
+            begin = time.perf_counter()
+            tree.prefill(prompt, root, row_size=10, reuse=False)
+            torch.cuda.synchronize()
+            seconds.append(time.perf_counter() - begin)
+        walls = []
+        for _ in range(8):
+            nodes = [Node(rng.randrange(128256), root) for _ in range(8)]
+            begin = time.perf_counter()
+            tree.forward(nodes)
+            walls.append(time.perf_counter() - begin)
+            tree.retain([])
+        result[str(length)] = {
+            "prefill_s": min(seconds),
+            "forward_ms": 1e3 * statistics.median(walls[3:]),
+            "peak_gib": torch.cuda.max_memory_allocated() / 2**30,
+        }
+        print(f"  {length}: {result[str(length)]}", *tree.notes, flush=True)
+    return result
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--json", type=Path, help="write everything to this file")
+    parser.add_argument("--shapes", default="135m,draft,8b", help="shapes to time, of " + ", ".join(SHAPES))
+    parser.add_argument("--long", action="store_true", help="also prompts up to 32k tokens on the 8B shape")
+    parser.add_argument("--quick", action="store_true", help="toy models for the checks, fewer rounds")
+    parser.add_argument("--device", default="cuda", help="cpu tries the checks out, without times")
+    options = parser.parse_args()
+    device = options.device
+    report: dict[str, Any] = {"torch": torch.__version__, "wrong": []}
+    if device != "cpu":
+        report["device"] = torch.cuda.get_device_name(device)
+    for title, check in (("tokens", check_tokens), ("paths", check_paths), ("rows", check_rows)):
+        print(f"check {title}", flush=True)
+        begin = time.perf_counter()
+        report["wrong"] += check(device, options.quick)
+        print(f"  {time.perf_counter() - begin:.0f} s", flush=True)
+        gc.collect()
+        if device != "cpu":
+            torch.cuda.empty_cache()
+    print(*report["wrong"] or ["all checks passed"], sep="\n", flush=True)
+    if device != "cpu":
+        report["times"] = {}
+        for shape in filter(None, options.shapes.split(",")):
+            report["times"][shape] = times(shape, device, options.quick)
+            gc.collect()
+            torch.cuda.empty_cache()
+        if options.long:
+            report["long_prompts"] = long_prompts(device)
+    if options.json:
+        options.json.parent.mkdir(parents=True, exist_ok=True)
+        options.json.write_text(json.dumps(report, indent=1))
+    return 1 if report["wrong"] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
