@@ -37,6 +37,8 @@ class HfAnswer:
 def generate(pair: Pair, arm: Arm, ids: Sequence[int], seed: int, stop: Sequence[str]) -> HfAnswer:
     """One prompt through `generate`, as `arm` says."""
     model, settings = pair.target.model, arm.settings
+    if settings.max_new_tokens == 0:  # which `generate` refuses
+        return HfAnswer("", [], "length", None, 0)
     device = pair.target.device
     inputs = torch.tensor([list(ids)], device=device)
     options: dict[str, Any] = {}

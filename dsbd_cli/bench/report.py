@@ -48,7 +48,8 @@ def write_report(folders: Sequence[Path], out: Path | None = None) -> Path:
     document = {"format": 1, "runs": runs}
     write_whole(target / SUMMARY, json.dumps(document, ensure_ascii=False, indent=1, allow_nan=False) + "\n")
     figures = dict(_figures(runs, target))
-    write_whole(target / REPORT, html.page(runs, figures, answers))
+    # Answers may hold halves of characters, which no UTF-8 file can.
+    write_whole(target / REPORT, html.page(runs, figures, answers).encode("utf-8", "replace"))
     return target
 
 

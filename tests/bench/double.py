@@ -41,7 +41,7 @@ class FakeBackend:
     ) -> None:
         self.say, self.stop_after, self.error = say, stop_after, error or KeyboardInterrupt()
         self.calls: list[tuple[str, int, int]] = []
-        self.name = "fake"
+        self.name, self.per_token = "fake", 0.0
         self.meter = EnergyMeter([])
 
     def answer(self, arm: Arm, prompt_ids: Sequence[int], seed: int) -> Answer:
@@ -49,7 +49,14 @@ class FakeBackend:
             raise self.error
         self.calls.append((arm.name, seed, arm.settings.max_new_tokens))
         tokens = random.Random(seed).randint(5, 20)
-        decode = tokens / SPEED.get(arm.settings.method, 12.0)
+        settings = arm.settings
+        decode = tokens / SPEED.get(settings.method, 12.0)
+        if arm.swept:  # plain arms keep round numbers
+            decode *= (
+                1 - 0.02 * settings.draft_width + 0.1 * (settings.threshold or 0) + 0.03 * settings.width
+            )
+        width = settings.width if settings.method in ("beam", "dsbd") else 1
+        self.per_token = -0.6 + 0.05 * max(1, width // 2)
         ours = not arm.hf
         stats: dict[str, Any] = {"target_calls": tokens // 2}
         if ours:
@@ -60,8 +67,8 @@ class FakeBackend:
                 "drafts_examined": 3 * tokens,
                 "drafts_accepted": tokens,
                 "accepted_by_depth": [[tokens, tokens // 2], [tokens // 2, tokens // 4]],
-                "widths": [arm.settings.width] * tokens,
-                "distinct_widths": [max(1, arm.settings.width // 2)] * tokens,
+                "widths": [width] * tokens,
+                "distinct_widths": [max(1, width // 2)] * tokens,
                 "kv_slots_peak": 100,
                 "kv_bytes_peak": 1000,
                 "notes": [],
@@ -84,12 +91,12 @@ class FakeBackend:
             energy_parts={"fake": None},
             energy_reason="fake: nothing to read",
             peak_bytes=None,
-            logprob_engine=-0.5 * tokens if ours else None,
+            logprob_engine=self.per_token * tokens if ours else None,
             stats=stats,
         )
 
     def logprob(self, prompt_ids: Sequence[int], token_ids: Sequence[int]) -> float | None:
-        return -0.5 * len(token_ids)
+        return self.per_token * len(token_ids)
 
     def facts(self) -> dict[str, Any]:
         model = {"name": self.name, "dtype": "float32", "device": "cpu", "weights": "0"}

@@ -75,8 +75,6 @@ def test_the_same_seed_gives_the_same_answer(random_pair, method):
 
 @pytest.mark.parametrize("method", METHODS)
 def test_no_tokens_is_none_and_no_division(random_pair, method):
-    if method.startswith("hf-"):
-        pytest.skip("generate refuses a budget of 0; plans refuse it too")
     answer = random_pair.answer(arm(method, max_new_tokens=0), PROMPT, 1)
     assert (answer.new_tokens, answer.text, answer.logprob_engine) == (0, "", None)
     assert random_pair.logprob(PROMPT, []) is None
