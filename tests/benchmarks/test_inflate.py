@@ -10,8 +10,10 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from benchmarks.inflate import Sizes, compare, inflate, inflated, main, read_bytes
+from dsbd_cli.decoder import Decoder
 from dsbd_cli.errors import UserError
 from dsbd_cli.loading import PairSpec, load_pair
+from dsbd_cli.settings import Settings
 from tests import builders
 
 SIZES = Sizes(hidden=96, heads=24, kv_heads=6, intermediate=200)
@@ -101,6 +103,22 @@ def test_pair_keeps_its_draft(tmp_path: Path) -> None:
     # An embedding that is no head is looked up, not read.
     whole = sum(weight.numel() * weight.element_size() for weight in big.target.model.parameters())
     assert whole - read_bytes(big.target.model) == builders.VOCAB * SIZES.hidden * 4
+
+
+@pytest.mark.parametrize(
+    "settings", [Settings(method="beam"), Settings(threshold=None), Settings(method="speculative")]
+)
+def test_same_text_and_same_acceptance(tmp_path: Path, settings: Settings) -> None:
+    small(tmp_path / "target")
+    small(tmp_path / "draft", num_hidden_layers=1)
+    pair = load_pair(PairSpec(str(tmp_path / "target"), str(tmp_path / "draft"), "cpu", "cpu"))
+    settings = settings.merged({"max_new_tokens": 24, "seed": 5})
+    mine = Decoder(pair).generate([5, 6, 7], settings)
+    its = Decoder(inflated(pair, SIZES)).generate([5, 6, 7], settings)
+    assert its.token_ids == mine.token_ids
+    assert its.stats.target_calls == mine.stats.target_calls
+    assert its.stats.accepted_by_depth == mine.stats.accepted_by_depth
+    assert its.beams[0].logprob == pytest.approx(mine.beams[0].logprob, abs=1e-2)
 
 
 @pytest.mark.parametrize(
