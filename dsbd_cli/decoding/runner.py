@@ -189,7 +189,8 @@ class HfTreeModel:
 
     @torch.inference_mode()
     def forward(self, nodes: Iterable[Node]) -> None:
-        wanted = {node for node in nodes if node not in self._rows}
+        # In order, not as a set: slots follow it, and sums over slots round by their order.
+        wanted = dict.fromkeys(node for node in nodes if node not in self._rows)
         if not wanted:
             return
         batch = self._pool.missing(wanted)
