@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -12,7 +13,7 @@ from typing import Any
 import torch
 import transformers
 
-from benchmarks.inflate import add_sizes, inflated, sizes_of
+from benchmarks.inflate import add_sizes, compare, inflated, sizes_of
 from benchmarks.kit.bandwidth import read_bytes
 from dsbd_cli.bench.context import device_name
 from dsbd_cli.decoder import Decoder
@@ -57,7 +58,10 @@ def load(options: argparse.Namespace) -> tuple[Decoder, Settings]:
     spec = preset.pair.replace(**given)
     pair = load_pair(spec, need_draft=spec.draft is not None)
     if options.inflate:
+        small = pair.target.model
         pair = inflated(pair, sizes_of(options))
+        difference, scale = compare(small, pair.target.model, pair.tokenizer)
+        print(f"enlarged: logits differ by at most {difference:.1e} on a scale of {scale:.1f}", file=sys.stderr)
     return Decoder(pair, preset.settings), preset.settings
 
 
