@@ -61,7 +61,9 @@ def load(options: argparse.Namespace) -> tuple[Decoder, Settings]:
         small = pair.target.model
         pair = inflated(pair, sizes_of(options))
         difference, scale = compare(small, pair.target.model, pair.tokenizer)
-        print(f"enlarged: logits differ by at most {difference:.1e} on a scale of {scale:.1f}", file=sys.stderr)
+        print(
+            f"enlarged: logits differ by at most {difference:.1e} on a scale of {scale:.1f}", file=sys.stderr
+        )
     return Decoder(pair, preset.settings), preset.settings
 
 
