@@ -23,34 +23,48 @@ app = typer.Typer(no_args_is_help=True)
 def run(
     context: typer.Context,
     target: Annotated[str | None, typer.Option(help="Target: folder, hub id, GGUF file or wheel.")] = None,
-    out: Annotated[Path | None, typer.Option(help="The draft's folder; a killed run goes on from it.")] = None,
-    layers: Annotated[int | None, typer.Option(min=1, help="Layers of the draft, spread over the target's (4).")] = None,
-    keep: Annotated[str | None, typer.Option(help="Which of the target's layers instead, such as 0,10,20,29.")] = None,
-    minutes: Annotated[float | None, typer.Option(min=0, help="Time for training (30, unless --steps).")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="The draft's folder; a killed run goes on from it.")
+    ] = None,
+    layers: Annotated[int | None, typer.Option(min=1, help="Layers of the draft, spread evenly (4).")] = None,
+    keep: Annotated[
+        str | None, typer.Option(help="Which of the target's layers instead, such as 0,10,20,29.")
+    ] = None,
+    minutes: Annotated[
+        float | None, typer.Option(min=0, help="Time for training (30, unless --steps).")
+    ] = None,
     steps: Annotated[int | None, typer.Option(min=1, help="Steps of training, instead of a time.")] = None,
     tokens: Annotated[int | None, typer.Option(min=1, help="Answer tokens to sample.")] = None,
     sample_minutes: Annotated[
         float | None, typer.Option(min=0, help="Time for sampling (half of --minutes, unless --tokens).")
     ] = None,
     prompts: Annotated[
-        Path | None, typer.Option(help="Prompts to mix in: JSONL with `prompt` or `messages`, or a text line each.")
+        Path | None,
+        typer.Option(help="Prompts to mix in: JSONL with `prompt` or `messages`, or a text line each."),
     ] = None,
-    share: Annotated[float, typer.Option(min=0, max=1, help="Part of the prompts taken from that file.")] = 0.3,
+    share: Annotated[
+        float, typer.Option(min=0, max=1, help="Part of the prompts taken from that file.")
+    ] = 0.3,
     start: Annotated[
         Path | None, typer.Option("--from", help="Go on training the draft in this folder (same --keep).")
     ] = None,
     share_embeddings: Annotated[
-        bool, typer.Option("--share-embeddings", help="Store no embeddings: the target lends its own (int8 rows).")
+        bool,
+        typer.Option("--share-embeddings", help="Store no embeddings: the target lends its own (int8 rows)."),
     ] = False,
     only: Annotated[str | None, typer.Option(help="One step alone: sample or train.")] = None,
     watch: Annotated[
         list[Path] | None, typer.Option(help="Stored answers to follow while training, and to evaluate on.")
     ] = None,
-    rows: Annotated[int | None, typer.Option(min=1, help="Sequences sampled at once (GPU 2048, CPU 64).")] = None,
+    rows: Annotated[
+        int | None, typer.Option(min=1, help="Sequences sampled at once (GPU 2048, CPU 64).")
+    ] = None,
     shard: Annotated[int | None, typer.Option(min=1, help="Sequences a shard file (4 x rows).")] = None,
     answer_tokens: Annotated[int, typer.Option(min=1, help="Longest answer to a prompt of its own.")] = 160,
     max_length: Annotated[int, typer.Option(min=8, help="Longest sequence, prompt included.")] = 768,
-    batch_tokens: Annotated[int | None, typer.Option(min=1, help="Tokens a step (GPU 65536, CPU 2048).")] = None,
+    batch_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Tokens a step (GPU 65536, CPU 2048).")
+    ] = None,
     rate: Annotated[float, typer.Option(min=0, help="Peak learning rate.")] = 2e-3,
     warmup: Annotated[int, typer.Option(min=0, help="Steps to the peak rate.")] = 100,
     optimizer: Annotated[str, typer.Option(help="adamw or muon.")] = "adamw",
@@ -58,7 +72,8 @@ def run(
         float, typer.Option(min=0, max=1, help="Last part of training, on the warped overlap too.")
     ] = 0.5,
     compile_: Annotated[
-        bool | None, typer.Option("--compile/--no-compile", help="torch.compile the layers (default: on a GPU).")
+        bool | None,
+        typer.Option("--compile/--no-compile", help="torch.compile the layers (default: on a GPU)."),
     ] = None,
     device: Annotated[str, typer.Option(help="auto, cuda or cpu.")] = "auto",
     seed: Annotated[int, typer.Option(help="Seed of sampling and training.")] = 0,
@@ -104,7 +119,13 @@ def run(
     )  # fmt: skip
     try:
         record = distill(
-            pair.target.model, pair.tokenizer, pair.eos_ids, options, world, Console(stderr=True), command_line()
+            pair.target.model,
+            pair.tokenizer,
+            pair.eos_ids,
+            options,
+            world,
+            Console(stderr=True),
+            command_line(),
         )
     finally:
         world.close()
@@ -120,10 +141,15 @@ def evaluate(
         Path | None, typer.Option(help="Prompts the target answers first: JSONL or a text line each.")
     ] = None,
     answers: Annotated[
-        Path | None, typer.Option(help="Answers of the target's, stored before; the default beside an embedded draft.")
+        Path | None,
+        typer.Option(help="Answers of the target's, stored before; the default beside an embedded draft."),
     ] = None,
-    save_answers: Annotated[Path | None, typer.Option(help="Store the answers written for --prompts.")] = None,
-    limit: Annotated[int | None, typer.Option(min=1, help="Only the first so many answers of each set.")] = None,
+    save_answers: Annotated[
+        Path | None, typer.Option(help="Store the answers written for --prompts.")
+    ] = None,
+    limit: Annotated[
+        int | None, typer.Option(min=1, help="Only the first so many answers of each set.")
+    ] = None,
     temperature: Annotated[float, typer.Option(min=1e-3, help="T of the decoding.")] = 1.0,
     top_k: Annotated[int, typer.Option(min=0, help="Top-k of the decoding, 0 = off.")] = 10,
     top_p: Annotated[float, typer.Option(min=1e-6, max=1, help="Top-p of the decoding, 1 = off.")] = 0.8,
@@ -184,7 +210,12 @@ def _load(target: str, draft: str | None, device: str, quiet: bool = False) -> P
     from dsbd_cli.loading.progress import TerminalProgress, silent
 
     spec = PairSpec(
-        target, draft, target_device=device, draft_device=device, target_dtype="float32", draft_dtype="float32"
+        target,
+        draft,
+        target_device=device,
+        draft_device=device,
+        target_dtype="float32",
+        draft_dtype="float32",
     )
     if quiet:
         return load_pair(spec, need_draft=draft is not None, progress=silent)
@@ -228,7 +259,9 @@ def _print_report(report: dict[str, Any], out: Path | None, width: int = 4, draf
     from rich.table import Table
 
     console = Console()
-    table = Table("set", "tokens", "overlap raw", "warped", "top-1", "cover 2", "4", "6", title="Draft against target")
+    table = Table(
+        "set", "tokens", "overlap raw", "warped", "top-1", "cover 2", "4", "6", title="Draft against target"
+    )
     for name, row in report["sets"].items():
         keys = ("raw", "warped", "agree", "cover_2", "cover_4", "cover_6")
         table.add_row(name, f"{row['tokens']:,}", *(f"{row[key]:.3f}" for key in keys))
@@ -236,8 +269,8 @@ def _print_report(report: dict[str, Any], out: Path | None, width: int = 4, draf
     title = "Predicted from these and from forward times measured here"
     table = Table("gamma", "layers/call", "speed-up", f"{width} beams: layers/call", "speed-up", title=title)
     for row in report["predicted"]:
-        keys = ("one_layers", "one_speedup", "beam_layers", "beam_speedup")
-        table.add_row(str(row["gamma"]), *(f"{row[key]:.2f}" for key in keys))
+        columns = ("one_layers", "one_speedup", "beam_layers", "beam_speedup")
+        table.add_row(str(row["gamma"]), *(f"{row[key]:.2f}" for key in columns))
     console.print(table)
     console.print(
         f"One beam: speculation against plain sampling. {width} beams: the cover rule with {draft_width} "

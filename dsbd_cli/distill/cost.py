@@ -35,7 +35,9 @@ class Costs:
 
         device = next(model.parameters()).device
         vocab = model.config.get_text_config().vocab_size
-        ids = torch.randint(0, vocab, (1, PREFIX + count), generator=torch.Generator().manual_seed(0)).to(device)
+        ids = torch.randint(0, vocab, (1, PREFIX + count), generator=torch.Generator().manual_seed(0)).to(
+            device
+        )
         keyword = cache_keyword(model)
         cache = DynamicCache(config=model.config)
         model(input_ids=ids[:, :PREFIX], use_cache=True, **{keyword: cache})

@@ -35,7 +35,7 @@ def choose_layers(total: int, count: int) -> list[int]:
     return [round(place * (total - 1) / max(1, count - 1)) for place in range(count)]
 
 
-def layer_list(model: nn.Module) -> tuple[str, nn.ModuleList]:
+def layer_list(model: Any) -> tuple[str, nn.ModuleList]:
     """The decoder's layer list and its dotted name.
 
     Raises:
@@ -105,7 +105,7 @@ def load_own_state(model: Any, state: dict[str, torch.Tensor]) -> None:
 
 
 def quantise(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Matrices as int8 rows with a float16 `.scale` each, vectors as float16."""
+    """Matrices `[rows, columns]` as int8 with a float16 `.scale` `[rows, 1]`, vectors as float16."""
     packed = {}
     for name, value in state.items():
         if value.ndim < 2:
@@ -114,14 +114,16 @@ def quantise(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         # The scale is rounded first, so that the integers are the best ones for the scale that is stored.
         scale = (value.abs().amax(-1) / 127).clamp(min=1e-7).half()
         packed[name] = (value / scale.float()[:, None]).round().clamp(-127, 127).to(torch.int8).contiguous()
-        packed[f"{name}.scale"] = scale
+        packed[f"{name}.scale"] = scale[:, None].contiguous()
     return packed
 
 
 def dequantise(packed: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """The float32 weights of `quantise`d ones."""
     return {
-        name: value.float() * packed[f"{name}.scale"].float()[:, None] if value.dtype == torch.int8 else value.float()
+        name: value.float() * packed[f"{name}.scale"].float().reshape(-1, 1)
+        if value.dtype == torch.int8
+        else value.float()
         for name, value in packed.items()
         if not name.endswith(".scale")
     }
@@ -161,7 +163,9 @@ def load_shared_draft(folder: Path, target: Any) -> Any:
     except (OSError, ValueError) as error:
         raise UserError(f"{folder}: not a draft with shared embeddings: {error}") from error
     if config.get("hidden_size") != target.config.hidden_size:
-        raise UserError(f"{folder}: its hidden size differs from the target's, so it cannot share its embeddings")
+        raise UserError(
+            f"{folder}: its hidden size differs from the target's, so it cannot share its embeddings"
+        )
     draft = prune(target, [0] * int(config["num_hidden_layers"]))
     missing = {n for n, _ in draft.named_parameters()} - set(state) - shared_names(draft)
     if missing:
@@ -177,7 +181,9 @@ def start_from(draft: Any, folder: Path) -> None:
         UserError: no draft there, or one of other layers.
     """
     if not (folder / LAYERS_FILE).is_file():
-        raise UserError(f"--from {folder}: holds no {LAYERS_FILE}; it must be a draft made with --share-embeddings")
+        raise UserError(
+            f"--from {folder}: holds no {LAYERS_FILE}; it must be a draft made with --share-embeddings"
+        )
     state = dequantise(load_file(str(folder / LAYERS_FILE)))
     own = own_state(draft)
     if {name: tensor.shape for name, tensor in own.items()} != {name: t.shape for name, t in state.items()}:

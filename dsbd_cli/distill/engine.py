@@ -11,6 +11,7 @@ import copy
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -54,7 +55,11 @@ def top_window(logits: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Te
 
 
 def draw(
-    logits: torch.Tensor, temperature: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, noise: torch.Tensor
+    logits: torch.Tensor,
+    temperature: torch.Tensor,
+    top_k: torch.Tensor,
+    top_p: torch.Tensor,
+    noise: torch.Tensor,
 ) -> torch.Tensor:
     """One token a row: warp as decoding does, row by row, then draw by the Gumbel-max rule.
 
@@ -83,7 +88,7 @@ class Engine:
         UserError: the model's attention cannot run on static rows (checked against a plain forward).
     """
 
-    def __init__(self, model: torch.nn.Module, rows: int, size: int, eos: Sequence[int], vocab: int) -> None:
+    def __init__(self, model: Any, rows: int, size: int, eos: Sequence[int], vocab: int) -> None:
         attention.register()
         # A view of the same weights with a config of its own: the caller's attention stays as it was.
         self.model = model
@@ -94,7 +99,7 @@ class Engine:
         self.rows, self.size = rows, size
         self.cache = RowCache(model.config.num_hidden_layers, rows, size, self.device, dtype)
         self.keyword = cache_keyword(model)
-        make = dict(device=self.device)
+        make: dict[str, Any] = {"device": self.device}
         self.eos = torch.tensor(list(eos), dtype=torch.long, **make)
         self.current = torch.zeros(rows, dtype=torch.long, **make)
         self.count = torch.zeros(rows, dtype=torch.long, **make)
@@ -130,7 +135,9 @@ class Engine:
         generator = torch.Generator().manual_seed(0)
         ids = torch.randint(0, self.vocab, (count, length), generator=generator).to(self.device)
         self.model.set_attn_implementation(self.plain)
-        expected = torch.stack([self.model(input_ids=ids[r : r + 1, : length - r]).logits[0, -1] for r in range(count)])
+        expected = torch.stack(
+            [self.model(input_ids=ids[r : r + 1, : length - r]).logits[0, -1] for r in range(count)]
+        )
         self.model.set_attn_implementation(attention.NAME)
         keep = torch.arange(count, device=self.device)
         self._prefill(ids[:, : length - 1], keep, keep)
@@ -285,6 +292,6 @@ class Engine:
             yield from found
 
 
-def cache_keyword(model: torch.nn.Module) -> str:
+def cache_keyword(model: Any) -> str:
     """What the model's forward calls its cache: it was renamed between transformers 5.17 and 5.24."""
     return "cache" if "cache" in inspect.signature(type(model).forward).parameters else "past_key_values"

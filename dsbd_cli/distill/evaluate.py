@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
@@ -24,7 +24,7 @@ class AnswerOptions:
     """How the target answers the evaluation prompts: drawn as it will be decoded."""
 
     max_new: int = 64
-    warp: Warp = Warp()
+    warp: Warp = field(default_factory=Warp)
     seed: int = 0
     rows: int = 32
 
@@ -43,7 +43,10 @@ def write_answers(
     limit = getattr(target.config, "max_position_embeddings", None)
     if limit is not None and size > limit:
         longest = max(range(len(encoded)), key=lambda i: len(encoded[i]))
-        raise UserError(f"prompt {prompts[longest].id or longest} has {len(encoded[longest])} tokens; the target takes {limit}")
+        name, length = prompts[longest].id or longest, len(encoded[longest])
+        raise UserError(
+            f"prompt {name} has {length} tokens; with its answer that is more than the target's {limit}"
+        )
     rows = min(options.rows, len(encoded))
     engine = Engine(target, rows, size, ends, len(tokenizer))
     warp = options.warp
@@ -100,7 +103,9 @@ def measure(
         keep = ids.shape[1] - first + 1
         target_logits = target(input_ids=ids, logits_to_keep=keep).logits[0, :-1].float()
         other = next(draft.parameters()).device
-        draft_logits = draft(input_ids=ids.to(other), logits_to_keep=keep).logits[0, :-1].float().to(ids.device)
+        draft_logits = (
+            draft(input_ids=ids.to(other), logits_to_keep=keep).logits[0, :-1].float().to(ids.device)
+        )
         vocab = min(target_logits.shape[-1], draft_logits.shape[-1])
         for begin in range(0, keep - 1, CHUNK_ROWS):
             part = slice(begin, begin + CHUNK_ROWS)

@@ -62,7 +62,9 @@ class Step:
             self.said = time.monotonic()
             spent = self.said - self.began
             left = spent * (total - done) / done if done else float("nan")
-            self.console.print(f"{self.name} {100 * done / total:.0f}% {spent:.0f} s, left {left:.0f} s {text}")
+            self.console.print(
+                f"{self.name} {100 * done / total:.0f}% {spent:.0f} s, left {left:.0f} s {text}"
+            )
 
     def say(self, text: str) -> None:
         if self.console is not None:

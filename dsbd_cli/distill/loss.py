@@ -12,7 +12,7 @@ target's and q the draft's distribution:
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -29,7 +29,7 @@ class LossWeights:
 
     kl: float = 1.0
     warped: float = 0.0
-    warp: Warp = Warp()
+    warp: Warp = field(default_factory=Warp)
 
 
 def _warp(logits: torch.Tensor, warp: Warp) -> tuple[torch.Tensor, torch.Tensor]:

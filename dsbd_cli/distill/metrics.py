@@ -27,9 +27,14 @@ class Warp:
 def ordered_top(logits: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
     """The `count` largest values of each row and their ids, ties in order of id (`[N, V] -> 2 x [N, count]`).
 
-    `torch.topk` does not promise an order among equals, so a margin is fetched and sorted.
+    `torch.topk` does not promise an order among equals, so a margin is fetched and sorted; where a tie
+    runs past the margin, whole rows are sorted.
     """
-    values, ids = logits.topk(min(count + TIE_MARGIN, logits.shape[-1]))
+    vocab = logits.shape[-1]
+    values, ids = logits.topk(min(count + TIE_MARGIN, vocab))
+    if values.shape[-1] < vocab and bool((values[:, -1] == values[:, count - 1]).any()):
+        values, ids = logits.sort(dim=-1, descending=True, stable=True)
+        return values[:, :count], ids[:, :count]
     ids, by_id = ids.sort(dim=-1)
     values, by_value = values.gather(-1, by_id).sort(dim=-1, descending=True, stable=True)
     return values[:, :count], ids.gather(-1, by_value)[:, :count]

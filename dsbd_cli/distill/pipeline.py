@@ -16,16 +16,15 @@ import torch
 import transformers
 from rich.console import Console
 
-from dsbd_cli.distill import batches
+from dsbd_cli.distill import batches, shards
 from dsbd_cli.distill import draft as drafts
 from dsbd_cli.distill import evaluate as evaluation
 from dsbd_cli.distill import prompts as sources
-from dsbd_cli.distill import shards
 from dsbd_cli.distill.cost import Costs
 from dsbd_cli.distill.engine import Engine
 from dsbd_cli.distill.log import RunLog, Step
 from dsbd_cli.distill.sample import SampleOptions, sample
-from dsbd_cli.distill.train import TrainOptions, Trainer
+from dsbd_cli.distill.train import Trainer, TrainOptions
 from dsbd_cli.distill.world import World
 from dsbd_cli.errors import UserError
 from dsbd_cli.version import __version__
@@ -126,9 +125,13 @@ def distill(
         drafts.load_own_state(draft, result.pop("state"))
         drafts.save_draft(draft, options.out, options.share_embeddings, tokenizer)
         if options.share_embeddings:
-            draft = drafts.load_shared_draft(options.out, target)  # as stored: what is measured is what is used
+            draft = drafts.load_shared_draft(
+                options.out, target
+            )  # as stored: what is measured is what is used
         if options.only is None:
-            held = batches.split(len(sequences), options.train.hold_out, HELD_SEQUENCES, options.train.seed)[1]
+            held = batches.split(len(sequences), options.train.hold_out, HELD_SEQUENCES, options.train.seed)[
+                1
+            ]
             answers = {"held out": sequences.take(held), **watched}
             facts["evaluation"] = _evaluate_step(target, draft.to(kind).eval(), answers, options, view)
         record = {
@@ -167,11 +170,16 @@ def _sample_step(
 
 
 def _evaluate_step(
-    target: Any, draft: Any, answers: dict[str, shards.Sequences], options: DistillOptions, view: Console | None
+    target: Any,
+    draft: Any,
+    answers: dict[str, shards.Sequences],
+    options: DistillOptions,
+    view: Console | None,
 ) -> dict[str, Any]:
     found = {}
     with Step(view, "evaluate") as step:
         for name, part in answers.items():
+
             def tell(done: int, total: int, name: str = name) -> None:
                 step.update(done, total, name)
 
@@ -181,7 +189,9 @@ def _evaluate_step(
     return {
         "sets": {name: evaluation.summary(figures) for name, figures in found.items()},
         "predicted": predicted,
-        "milliseconds": {f"{name} {count}": round(ms, 3) for (name, count), ms in sorted(costs.known.items())},
+        "milliseconds": {
+            f"{name} {count}": round(ms, 3) for (name, count), ms in sorted(costs.known.items())
+        },
     }
 
 

@@ -42,7 +42,11 @@ def read_prompts(path: Path) -> list[Prompt]:
             continue
         try:
             record = json.loads(line)
-            text = tuple(_turn(turn) for turn in record["messages"]) if "messages" in record else record["prompt"]
+            text = (
+                tuple(_turn(turn) for turn in record["messages"])
+                if "messages" in record
+                else record["prompt"]
+            )
             if not text or not isinstance(text, (str, tuple)):
                 raise TypeError
         except (ValueError, KeyError, TypeError):
@@ -85,7 +89,9 @@ def chat_form(tokenizer: Any) -> Form:
         return Form(tuple(_ids(tokenizer, before)), tuple(_ids(tokenizer, after)))
     start = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
     if start is None:
-        raise UserError("the tokenizer has no chat template and no BOS or EOS token: use --prompts with --share 1")
+        raise UserError(
+            "the tokenizer has no chat template and no BOS or EOS token: use --prompts with --share 1"
+        )
     return Form((int(start),), None)
 
 
@@ -93,7 +99,9 @@ def encode_prompt(tokenizer: Any, text: str | tuple[dict[str, str], ...]) -> tup
     """Token ids of one prompt: under the chat template where there is one, else plain text with the usual BOS."""
     if getattr(tokenizer, "chat_template", None):
         turns = [{"role": "user", "content": text}] if isinstance(text, str) else list(text)
-        return tuple(_ids(tokenizer, tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)))
+        return tuple(
+            _ids(tokenizer, tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True))
+        )
     plain = text if isinstance(text, str) else "\n\n".join(turn["content"] for turn in text)
     return tuple(tokenizer(plain).input_ids)
 

@@ -56,11 +56,10 @@ def _write(
     """All continuations, in order of request, and the seconds it took."""
     began = time.monotonic()
     written: list[list[int]] = [[] for _ in requests]
-    tokens = ended = 0
-    for index, line in engine.run(requests, seed):
+    tokens = 0
+    for ended, (index, line) in enumerate(engine.run(requests, seed), 1):
         written[index] = line
         tokens += len(line)
-        ended += 1
         if step is not None and ended % 64 == 0:
             rate = tokens / (time.monotonic() - began)
             step.update(ended, len(requests), f"{name}, {rate:,.0f} tokens/s")
@@ -97,7 +96,8 @@ def sample_shard(
         requests += [Request(prompt, options.file_answer) for prompt in chosen]
         starts += [len(prompt) for prompt in chosen]
     requests = [
-        Request(r.prompt, r.max_new, *draw) for r, draw in zip(requests, _draws(len(requests), rng), strict=True)
+        Request(r.prompt, r.max_new, *draw)
+        for r, draw in zip(requests, _draws(len(requests), rng), strict=True)
     ]
     answers, seconds = _write(engine, requests, seed + 1, step, "answers")
     for request, start, line in zip(requests, starts, answers, strict=True):
@@ -131,7 +131,9 @@ def sample(
     goal = None if options.tokens is None else options.tokens / world.size
     while True:
         spent = time.monotonic() - began
-        if (goal is not None and total >= goal) or (options.minutes is not None and spent >= 60 * options.minutes):
+        if (goal is not None and total >= goal) or (
+            options.minutes is not None and spent >= 60 * options.minutes
+        ):
             break
         path = folder / f"s{options.seed}-{index:05d}{shards.SUFFIX}"
         if path.exists():
@@ -150,6 +152,8 @@ def sample(
             question_seconds=part.meta["question_seconds"],
         )  # fmt: skip
         if world.first:
-            step.say(f"shard {index}: {part.answer_tokens:,} answer tokens, {part.answer_tokens / took:,.0f} a second")
+            step.say(
+                f"shard {index}: {part.answer_tokens:,} answer tokens, {part.answer_tokens / took:,.0f} a second"
+            )
         index += world.size
     return {"answer_tokens": total, "sampled_now": made, "seconds": round(seconds, 1)}

@@ -21,6 +21,7 @@ from safetensors.numpy import save_file
 from dsbd_cli.errors import RunError, UserError
 
 SUFFIX = ".tokens.safetensors"
+COLUMNS = ("tokens", "length", "start", "answer")
 
 
 @dataclass
@@ -54,9 +55,7 @@ class Sequences:
         return pack([(self.sequence(i).tolist(), int(self.start[i]), int(self.answer[i])) for i in chosen])
 
 
-def pack(
-    rows: Sequence[tuple[Sequence[int], int, int]], meta: dict[str, Any] | None = None
-) -> Sequences:
+def pack(rows: Sequence[tuple[Sequence[int], int, int]], meta: dict[str, Any] | None = None) -> Sequences:
     """Sequences from `(tokens, start, answer)` rows."""
     flat = [token for tokens, _, _ in rows for token in tokens]
     return Sequences(
@@ -69,24 +68,26 @@ def pack(
 
 
 def join(parts: Sequence[Sequences]) -> Sequences:
-    """All sequences of `parts`, in order."""
-    return Sequences(
-        *(np.concatenate([getattr(p, name) for p in parts]) for name in ("tokens", "length", "start", "answer"))
-    )
+    """All sequences of `parts`, in order, without metadata."""
+    tokens, length, start, answer = (np.concatenate([getattr(part, name) for part in parts]) for name in COLUMNS)
+    return Sequences(tokens, length, start, answer)
+
+
+def _narrow(values: np.ndarray) -> np.ndarray:
+    """The same whole numbers in as few bytes as hold them all."""
+    return values.astype(np.uint16 if values.size == 0 or values.max() < 2**16 else np.uint32)
 
 
 def save(sequences: Sequences, path: Path) -> None:
-    """Write a shard atomically: a killed run leaves the whole file or none."""
-    narrow = np.uint16 if sequences.tokens.size == 0 or sequences.tokens.max() < 2**16 else np.uint32
-    arrays = {
-        "tokens": sequences.tokens.astype(narrow),
-        "length": sequences.length.astype(np.uint16),
-        "start": sequences.start.astype(np.uint16),
-        "answer": sequences.answer.astype(np.uint16),
-    }
-    path.parent.mkdir(parents=True, exist_ok=True)
+    """Write a shard atomically: a killed run leaves the whole file or none.
+
+    Raises:
+        RunError: the disk refuses.
+    """
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        arrays = {name: _narrow(getattr(sequences, name)) for name in COLUMNS}
         save_file(arrays, str(temporary), metadata={"dsbd": json.dumps(sequences.meta)})
         os.replace(temporary, path)
     except OSError as error:
@@ -101,7 +102,7 @@ def load(path: Path) -> Sequences:
     """
     try:
         with safe_open(str(path), framework="numpy") as file:
-            columns = {name: file.get_tensor(name).astype(np.int64) for name in ("tokens", "length", "start", "answer")}
+            columns = {name: file.get_tensor(name).astype(np.int64) for name in COLUMNS}
             meta = json.loads((file.metadata() or {}).get("dsbd", "{}"))
     except (OSError, SafetensorError, ValueError) as error:
         raise UserError(f"{path}: not a token shard ({error})") from error

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,7 @@ class TrainOptions:
         minutes, steps: the budget; whichever is spent first ends it (None: no bound, not both).
         batch_tokens: padded tokens a step and process.
         rate, warmup: peak learning rate; steps to reach it; it then falls to 0 linearly.
-        optimizer: `muon` (matrices by Muon, vectors by AdamW) or `adamw`.
+        optimizer: `adamw`, or `muon` (matrices by Muon, vectors by AdamW).
         finish: share of the budget, at the end, with `finish_weights` instead of `weights`.
         hold_out, hold_out_limit: share and number of sequences kept to choose the best checkpoint.
         warp: the decoding the draft is meant for; `best` is by its overlap under it.
@@ -41,17 +41,17 @@ class TrainOptions:
     minutes: float | None = None
     steps: int | None = None
     batch_tokens: int = 32768
-    rate: float = 1e-3
+    rate: float = 2e-3
     warmup: int = 100
-    optimizer: str = "muon"
+    optimizer: str = "adamw"
     weight_decay: float = 0.0
     clip: float = 1.0
-    finish: float = 0.3
-    weights: LossWeights = LossWeights()
-    finish_weights: LossWeights = LossWeights(kl=0.3, warped=1.0)
+    finish: float = 0.5
+    weights: LossWeights = field(default_factory=LossWeights)
+    finish_weights: LossWeights = field(default_factory=lambda: LossWeights(kl=0.3, warped=1.0))
     hold_out: float = 0.02
     hold_out_limit: int = 768
-    warp: Warp = Warp()
+    warp: Warp = field(default_factory=Warp)
     seed: int = 0
     compile: bool = False
 
@@ -74,7 +74,9 @@ def linear_head(model: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
         plain = model(input_ids=ids).logits.float()
         ours = torch.nn.functional.linear(hidden_states(model, ids), head.weight, bias).float()
     if plain.shape != ours.shape or (plain - ours).abs().max() > 0.02 * plain.std():
-        raise UserError(f"{model.config.model_type}: its logits are more than a linear head; it cannot be distilled here")
+        raise UserError(
+            f"{model.config.model_type}: its logits are more than a linear head; it cannot be distilled"
+        )
     return head.weight.detach(), None if bias is None else bias.detach()
 
 
@@ -121,7 +123,10 @@ class Trainer:
         if matrices:
             made.append(
                 torch.optim.Muon(
-                    matrices, lr=options.rate, weight_decay=options.weight_decay, adjust_lr_fn="match_rms_adamw"
+                    matrices,
+                    lr=options.rate,
+                    weight_decay=options.weight_decay,
+                    adjust_lr_fn="match_rms_adamw",
                 )
             )
         if rest:
@@ -159,12 +164,16 @@ class Trainer:
             return False
         state = torch.load(self.checkpoint, map_location="cpu", weights_only=True)
         if state["options"] != repr(self.options) or state["size"] != self.world.size:
-            raise UserError(f"{self.checkpoint}: made with other training options; use another --out or delete it")
+            raise UserError(
+                f"{self.checkpoint}: made with other training options; use another --out or delete it"
+            )
         load_own_state(self.draft, state["draft"])
         for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
             optimizer.load_state_dict(saved)
         self.best, self.curve = state["best"], state["curve"]
-        self.step, self.epoch, self.place, self.tokens_seen, self.elapsed, self.next_evaluation = state["numbers"]
+        self.step, self.epoch, self.place, self.tokens_seen, self.elapsed, self.next_evaluation = state[
+            "numbers"
+        ]
         return True
 
     # -- evaluation --------------------------------------------------------------------------------
@@ -179,7 +188,9 @@ class Trainer:
             own, other = self._hidden(batch)
             for begin in range(0, batch.tokens, FIGURE_CHUNK):
                 piece = slice(begin, begin + FIGURE_CHUNK)
-                draft_logits = torch.nn.functional.linear(own[piece].to(self.head.dtype), self.head, self.bias)
+                draft_logits = torch.nn.functional.linear(
+                    own[piece].to(self.head.dtype), self.head, self.bias
+                )
                 target_logits = torch.nn.functional.linear(other[piece], self.head, self.bias)
                 for name, values in token_figures(target_logits, draft_logits, self.options.warp).items():
                     sums[name] = sums.get(name, torch.zeros((), device=self.device)) + values.sum()
@@ -224,7 +235,9 @@ class Trainer:
         batch = self.store.batch(chosen)
         own, other = self._hidden(batch)
         kind = torch.bfloat16 if self.device.type == "cuda" else torch.float32
-        losses = DistillLoss.apply(own.to(kind), other.to(kind), self.head, self.bias, weights, options.compile)
+        losses = DistillLoss.apply(
+            own.to(kind), other.to(kind), self.head, self.bias, weights, options.compile
+        )
         losses[0].backward()
         totals = torch.cat([losses.detach().float(), torch.tensor([float(batch.tokens)], device=self.device)])
         self.world.sum(totals)
@@ -259,11 +272,13 @@ class Trainer:
                 totals, norm = self._train_step(self.train_ids[plan[self.place]], progress)
                 self.place += 1
                 self.step += 1
-                clock = torch.tensor([time.monotonic() - began if self.world.first else 0.0], device=self.device)
+                clock = torch.tensor(
+                    [time.monotonic() - began if self.world.first else 0.0], device=self.device
+                )
                 numbers = torch.cat([totals, norm.reshape(1), self.world.sum(clock.float())]).tolist()
                 if not np.isfinite(numbers).all():
                     raise RunError(f"step {self.step}: the loss is not finite; lower --rate")
-                loss, kl, overlap, tokens, size, self.elapsed = numbers
+                _, kl, overlap, tokens, size, self.elapsed = numbers
                 self.tokens_seen += int(tokens)
                 progress = self._progress()
                 if self.world.first:
