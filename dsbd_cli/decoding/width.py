@@ -11,7 +11,6 @@ import numpy as np
 
 from dsbd_cli.decoding.law import residual
 
-
 # Sums of probabilities miss an exact 1 by rounding; a threshold of 1 must still be reachable.
 _ROUNDING = 1e-12
 

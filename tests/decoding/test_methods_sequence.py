@@ -78,7 +78,7 @@ def test_a_draft_out_of_context_keeps_the_law(method: str, depth: int) -> None:
     assert total_variation(case.sequences(), expected("bad", ON, 3)) < 1e-9
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", ["multinomial", "speculative 3", "specinfer 3", "specinfer 2,2"])
 @pytest.mark.parametrize("draft", ["good", "bad", "disjoint"])
 def test_chi_square_of_5000_seeds(method: str, draft: str) -> None:
     """One run per seed, as a user would; every continuation of up to three tokens is a cell."""

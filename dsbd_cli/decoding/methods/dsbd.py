@@ -46,8 +46,9 @@ def verify_layer(run: Run, drafted: DraftLayer, depth: int) -> Layer:
     keys, p, q, draws = _aligned(run, support, drafted)
     width = run.widths.for_draws(p, q, len(drafted.draws))
     result = verify_draws(p, q, draws, width, run.chance)
-    at = {int(key): i for i, key in enumerate(_keys(support.parent, support.token))}
-    slots = [run.node(support, at[int(keys[slot])]) for slot in result.slots]
+    # A slot has mass under p, so its key is one of the support's own (ascending) keys.
+    own = np.searchsorted(_keys(support.parent, support.token), keys[list(result.slots)])
+    slots = [run.node(support, int(i)) for i in own]
     return run.commit(
         slots,
         examined=len(result.verdicts),
@@ -111,12 +112,11 @@ def cover_layers(run: Run, forest: Forest, verify: str = "cover") -> Iterator[La
 
 
 def _inside(run: Run, support: Support, drafted: DraftLayer) -> np.ndarray:
-    """bool [n]: continuations in the drafted layer, and those that finish by EOS or by length.
+    """bool [n]: continuations in the drafted layer, and those that finish by EOS.
 
-    (One that a stop string would finish counts only if drafted: finding it costs a text each.)
+    One that a stop string would finish counts only if drafted: finding it costs a text each. None
+    finishes by length, for the last layer of the budget is never drafted (`Run.propose`).
     """
-    if run.hypotheses.active[0].depth + 1 >= run.trie.budget:
-        return np.ones(len(support.prob), dtype=bool)
     place = {node: i for i, node in enumerate(run.hypotheses.active)}
     held = [(place[node.parent] << 32) | node.token for node in drafted.draws if node.parent in place]
     ends = np.isin(support.token, list(run.trie.eos_ids))
