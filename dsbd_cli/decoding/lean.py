@@ -38,6 +38,8 @@ def serves(model: Any) -> bool:
     """Whether `model` is plainly one of the families below: full attention, SiLU, ordinary layers, no hooks."""
     if type(model).__name__ not in _FAMILIES or layer_kinds(model.config) != ["full_attention"]:
         return False
+    if (getattr(model, "tp_size", None) or 1) > 1:  # each process holds a part of every weight
+        return False
     plain = {"Linear", "Embedding"}
     for module in model.modules():
         if hasattr(module, "_hf_hook") or (

@@ -96,7 +96,12 @@ def load_weights(
     """
     options: dict[str, Any] = {"config": config, "dtype": dtype, "trust_remote_code": spec.trust_remote_code}
     target = place.role == "target"
-    if target and spec.device_map is not None:
+    if target and spec.tensor_parallel > 1:
+        from transformers.distributed import DistributedConfig
+
+        # The form that stays: `tp_plan` as a keyword of from_pretrained is going away.
+        options["distributed_config"] = DistributedConfig(tp_size=spec.tensor_parallel, tp_plan="auto")
+    elif target and spec.device_map is not None:
         options["device_map"] = spec.device_map
     elif device.type != "cpu":
         options["device_map"] = {"": device}

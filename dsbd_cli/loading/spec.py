@@ -36,6 +36,7 @@ class PairSpec:
         trust_remote_code: run modelling code that comes with a checkpoint; off unless asked for.
         quantization: `8bit` or `4bit` (bitsandbytes), of the target alone; None loads it as stored.
         device_map: handed to transformers for a target spread over several devices.
+        tensor_parallel: processes of a torchrun that hold one target together (the bench sets it).
 
     Raises:
         UserError: a value that no field takes.
@@ -52,6 +53,7 @@ class PairSpec:
     trust_remote_code: bool = False
     quantization: str | None = None
     device_map: str | None = None
+    tensor_parallel: int = 1
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
@@ -70,6 +72,8 @@ class PairSpec:
                     f"{_option(name)} must be one of {', '.join(DTYPES)}, not {value!r}{near(value, DTYPES)}"
                 )
             object.__setattr__(self, name, value)
+        if self.tensor_parallel > 1 and (self.device_map or self.quantization):
+            raise UserError("tensor-parallel excludes device-map and quantization: leave those out")
         if self.quantization is not None and self.quantization not in QUANTIZATIONS:
             known = ", ".join(QUANTIZATIONS)
             raise UserError(f"quantization must be one of {known}, not {self.quantization!r}")
@@ -101,9 +105,9 @@ def _check_type(name: str, value: Any) -> None:
     kind = _KINDS[name]
     if value is None and "None" in kind:
         return
-    want = bool if kind == "bool" else str
+    want = {"bool": bool, "int": int}.get(kind, str)
     if type(value) is not want:
-        what = "true or false" if want is bool else "a text"
+        what = {bool: "true or false", int: "a whole number"}.get(want, "a text")
         raise UserError(f"{_option(name)} must be {what}, not {value!r}")
 
 
