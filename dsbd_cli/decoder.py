@@ -189,7 +189,9 @@ class _Generation:
         if self.draft is not None:
             self.draft.prefill(self.ids, trie.root, row_size=draft_warp(settings).row_size, reuse=self.reuse)
         chances = SeededChance(self.seed, 0), SeededChance(self.seed, 1)
-        return start(settings, target, self.draft, trie, *chances)
+        run = start(settings, target, self.draft, trie, *chances)
+        run.keep_answer = self.reuse
+        return run
 
     def _decode(self, run: Run) -> Iterator[Event]:
         loop = decode(run, self.settings)

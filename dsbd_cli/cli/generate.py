@@ -82,7 +82,7 @@ def generate(
     for line in decoder.pair.notes:
         tell(line)
     settings = decoder.settings
-    events = decoder.stream(text, settings)
+    events: Iterable[Event] = decoder.stream(text, settings)
     with contextlib.ExitStack() as stack:
         if trace is not None:
             from dsbd_cli.trace.record import record

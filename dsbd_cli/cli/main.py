@@ -43,10 +43,12 @@ def root(
 
 
 def _mount() -> None:
-    from dsbd_cli.cli import bench, doctor, generate, presets, trace
+    from dsbd_cli.cli import bench, chat, distill, doctor, generate, presets, trace
 
     app.command("generate", no_args_is_help=False)(generate.generate)
+    app.command("chat")(chat.chat)
     app.add_typer(bench.app, name="bench")
+    app.add_typer(distill.app, name="distill")
     app.add_typer(presets.app, name="presets")
     app.command("doctor")(doctor.doctor)
     app.command("trace")(trace.trace)

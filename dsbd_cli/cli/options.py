@@ -135,8 +135,13 @@ class Chosen:
                 base = base.replace(draft=None)
         return base.replace(**self.spec), settings.merged(self.settings)
 
-    def load(self, **spec_fields: Any) -> Decoder:
-        """The decoder with these settings; loads the pair, with `spec_fields` where they are still `auto`."""
+    def load(self, *, every_method: bool = False, **spec_fields: Any) -> Decoder:
+        """The decoder with these settings; loads the pair.
+
+        Args:
+            every_method: load a draft where one is named, though the method does not need it.
+            spec_fields: used where the pair's own are still `auto`.
+        """
         spec, settings = self.resolve()
         free = {name: value for name, value in spec_fields.items() if getattr(spec, name) == "auto"}
         spec = spec.replace(**free)
@@ -148,8 +153,9 @@ class Chosen:
         need_draft = settings.method in DRAFTING
         if need_draft and spec.draft is None:
             raise UserError(f"{settings.method} needs a draft model: give --draft, or --method beam")
+        wanted = need_draft or (every_method and spec.draft is not None)
         with TerminalProgress() as progress:
-            pair = load_pair(spec, need_draft=need_draft, progress=progress)
+            pair = load_pair(spec, need_draft=wanted, progress=progress)
         return Decoder(pair, settings)
 
 

@@ -29,6 +29,8 @@ class Run:
         budget: generated tokens at most; a sequence of this length is finished.
         proposer: where forests come from, or None for plain decoding.
         gamma: layers to draft per target call.
+        kv_one: the memory-constrained mode.
+        keep_answer: leave the best finished sequence in the caches, for a prompt that goes on from it.
     """
 
     target: TreeModel
@@ -42,6 +44,7 @@ class Run:
     proposer: Proposer | None = None
     gamma: int = 0
     kv_one: bool = False
+    keep_answer: bool = False
     _layers: list[Layer] = field(default_factory=list)
 
     def propose(self) -> Forest:
@@ -94,7 +97,9 @@ class Run:
         active = self.hypotheses.active
         event = Iteration(tuple(active), forest, tuple(self._layers))
         self._layers.clear()
-        self.target.retain(active)
+        best = self.hypotheses.best_finished() if self.keep_answer else None
+        leaves = active if best is None else [*active, best]
+        self.target.retain(leaves)
         if self.proposer is not None:
-            self.proposer.retain(active)
+            self.proposer.retain(leaves)
         yield event
