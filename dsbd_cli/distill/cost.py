@@ -48,7 +48,7 @@ class Costs:
             model(input_ids=ids[:, PREFIX:], use_cache=True, **{keyword: cache})
             self._sync(device)
             times.append(1000 * (time.perf_counter() - began))
-            cache.crop(PREFIX)
+            cache.crop(-count)
         return statistics.median(times[2:])
 
     @staticmethod
