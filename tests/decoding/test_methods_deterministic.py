@@ -3,21 +3,14 @@
 from __future__ import annotations
 
 import random
-from functools import cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
 
-from dsbd_cli.decoding.chance import SeededChance
-from dsbd_cli.decoding.events import Layer
-from dsbd_cli.decoding.methods import decode, draft_warp, rows_needed, start
-from dsbd_cli.decoding.runner import HfTreeModel
-from dsbd_cli.decoding.tree import Node, Trie
 from dsbd_cli.settings import Settings
+from tests.decoding.real import KINDS, play, tiny, tree_model
 
-KINDS = ("llama", "opt", "gpt2", "qwen2")
 HUGGING_FACE: dict[str, bool | str] = {"first": True, "heuristic": False, "never": "never"}
 CASES = 200
 
@@ -36,37 +29,6 @@ class Case(NamedTuple):
     alpha: float
     stop: str
     budget: int
-
-
-@cache
-def tiny(kind: str, vocab: int, seed: int) -> Any:
-    """A random model whose logits spread like a real one's (fresh weights are nearly uniform)."""
-    torch.manual_seed(seed)
-    sizes: dict[str, dict[str, Any]] = {
-        "gpt2": {"n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 64},
-        "opt": {
-            "hidden_size": 16, "word_embed_proj_dim": 16, "ffn_dim": 32, "num_hidden_layers": 2,
-            "num_attention_heads": 2, "max_position_embeddings": 64,
-        },
-    }  # fmt: skip
-    llama = {
-        "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2,
-        "num_key_value_heads": 1, "max_position_embeddings": 64,
-    }  # fmt: skip
-    ids = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None, "tie_word_embeddings": False}
-    config = AutoConfig.for_model(kind, vocab_size=vocab, **(sizes.get(kind, llama) | ids))
-    model = AutoModelForCausalLM.from_config(config).eval().float()
-    with torch.no_grad():
-        for weight in model.parameters():
-            if weight.dim() > 1:
-                weight.normal_(0, 0.25)
-        model.get_output_embeddings().weight.normal_(0, 0.6)
-    return model
-
-
-@cache
-def tree_model(kind: str, vocab: int, seed: int, role: str) -> HfTreeModel:
-    return HfTreeModel(tiny(kind, vocab, seed), vocab_size=vocab, role=role)
 
 
 def hugging_face(case: Case, eos: tuple[int, ...], returned: int = 1) -> list[list[int]]:
@@ -93,18 +55,9 @@ def ours(case: Case, method: str) -> tuple[list[list[int]], int, int]:
         gamma=case.gamma, length_penalty=case.alpha, early_stopping=case.stop, max_new_tokens=case.budget,
     )  # fmt: skip
 
-    def ends(node: Node) -> str | None:
-        return "eos" if node.token in case.eos else "length" if node.depth >= case.budget else None
-
-    trie = Trie(ends, case.eos, case.budget)
     target = tree_model(case.kind, case.vocab, case.seed, "target")
-    target.prefill(case.prompt, trie.root, row_size=rows_needed(settings, len(case.eos)))
-    draft = None
-    if method == "dsbd":
-        draft = tree_model(case.kind, case.vocab, case.seed + case.seed % 2, "draft")
-        draft.prefill(case.prompt, trie.root, row_size=draft_warp(settings).row_size)
-    run = start(settings, target, draft, trie, SeededChance(0, 0), SeededChance(0, 1))
-    layers = [event for event in decode(run, settings) if isinstance(event, Layer)]
+    draft = tree_model(case.kind, case.vocab, case.seed + case.seed % 2, "draft")
+    run, layers = play(settings, target, draft if method == "dsbd" else None, case.prompt, case.eos)
     tested = [layer.passed for layer in layers if layer.drafted is not None]
     return [node.tokens() for node in run.hypotheses.ranking()], len(tested), sum(tested)
 
