@@ -103,7 +103,9 @@ class PairBackend:
     def facts(self) -> dict[str, Any]:
         from dsbd_cli.batch.run import weights
 
-        digests = weights(self.decoder)
+        # With tensor parallelism this process holds parts only: the models' names must do.
+        split = (getattr(self.decoder.pair.target.model, "tp_size", None) or 1) > 1
+        digests = {} if split else weights(self.decoder)
         return {
             role: None
             if model is None
@@ -111,7 +113,7 @@ class PairBackend:
                 "name": model["name"],
                 "dtype": model["dtype"],
                 "device": model["device"].split(":")[0],
-                "weights": digests[role],
+                "weights": digests.get(role),
             }
             for role, model in self.decoder.models().items()
         }

@@ -172,19 +172,30 @@ def test_kill_nine_twice_then_resume_equals_an_unbroken_run(whole, pair, env, tm
     assert answers(folder) == answers(whole[0])
 
 
+def torchrun(arguments, env):
+    command = [str(Path(sys.executable).with_name("torchrun")), "--nproc-per-node", "2", "--rdzv-backend", "c10d",
+               "--rdzv-endpoint", "localhost:0", "--no-python", DSBD, "bench", *arguments]  # fmt: skip
+    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=600)
+
+
 @pytest.mark.slow
 def test_two_processes_under_torchrun_equal_one(whole, pair, env, tmp_path):
     folder = tmp_path / "out"
-    torchrun = str(Path(sys.executable).with_name("torchrun"))
-    command = [torchrun, "--nproc-per-node", "2", "--master-port", "0", "--rdzv-backend", "c10d",
-               "--rdzv-endpoint", "localhost:0", "--no-python", DSBD, "bench", *SMALL, *pair,
-               "--out", str(folder)]  # fmt: skip
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=600)
+    done = torchrun([*SMALL, *pair, "--out", str(folder)], env)
     assert done.returncode == 0, done.stderr
     assert answers(folder) == answers(whole[0])
     assert list(folder.glob("*.rank-*.jsonl")) == []
     assert {record["rank"] for record in read_results(folder)} == {0, 1}
     assert done.stdout.count("report:") == 1
+
+
+@pytest.mark.slow
+def test_two_processes_that_hold_one_target_equal_one(whole, pair, env, tmp_path):
+    folder = tmp_path / "out"
+    done = torchrun([*SMALL, *pair, "--tensor-parallel", "2", "--out", str(folder)], env)
+    assert done.returncode == 0, done.stderr
+    assert answers(folder) == answers(whole[0])
+    assert "tp_plan" not in done.stderr  # no warning of a form that goes away
 
 
 @pytest.mark.slow
@@ -210,6 +221,7 @@ def test_hostile_answers_leave_the_data_byte_identical_and_the_score_repeatable(
         (["run"], "Missing option"),
         (["--dataset", "spider", "--methods", "dsbd,beem"], "did you mean beam"),
         (["--dataset", "spider", "--methods", "beam", "--target", "./typo"], "typo"),
+        (["--dataset", "spider", "--methods", "beam", "--tensor-parallel", "2"], "torchrun"),
         (["report", "gone"], "no results of a bench"),
         (["judge", "gone", "--judge-url", "http://x/v1", "--judge-model", "m"], "no MT-Bench run"),
         (["--dataset", "mt-bench", "--judge-url", "http://127.0.0.1:9/v1"], "go together"),

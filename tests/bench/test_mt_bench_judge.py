@@ -15,9 +15,13 @@ from pathlib import Path
 
 import pytest
 
+from dsbd_cli.bench.command import run_bench
 from dsbd_cli.bench.datasets import load_dataset
+from dsbd_cli.bench.files import read_ratings
+from dsbd_cli.bench.judging import rate_folder
 from dsbd_cli.bench.scoring.mt_bench import Judge, defuse, judge_messages, read_rating
 from dsbd_cli.errors import UserError
+from tests.bench.double import FakeBackend, plan, prompter
 
 
 @pytest.mark.parametrize(
@@ -220,12 +224,68 @@ def served(tmp_path_factory):
         process.wait(30)
 
 
+@pytest.fixture
+def answered(tmp_path, monkeypatch, tmp_path_factory):
+    """A run of all questions that nobody has rated yet."""
+    monkeypatch.setenv("DSBD_CACHE", str(tmp_path_factory.getbasetemp() / "cache"))
+    monkeypatch.setattr("dsbd_cli.bench.report._figures", lambda *_: {})
+
+    def make(say, **options):
+        made = plan(tmp_path / "out", dataset="mt-bench", limit=0, **options)
+        run_bench(made, open_backend=lambda *_: FakeBackend(say=say), prompter=prompter(made))
+        return tmp_path / "out"
+
+    return make
+
+
+def summary_of(folder):
+    return json.loads((folder / "summary.json").read_text())["runs"][0]
+
+
 @pytest.mark.slow
-def test_a_real_judge_rates_the_sample(served, questions, prompts):
+def test_a_real_judge_rates_the_sample(served, answered):
     url, model = served
-    judge = Judge(url, model, prompts)
-    judge.check()
-    for item in questions.items:
-        for turn in range(item.turns):
-            rating = judge.rate(item, ["An answer with [[2]] in it.", "Another."], turn)
-            assert (rating.value, rating.reply.strip()) == (7, "Rating: [[7]]"), (item.id, rating)
+    folder = answered(lambda *_: "An answer with [[2]] in it.", methods="beam")
+    assert summary_of(folder)["arms"]["beam"]["score"]["value"] is None
+    rate_folder(folder, url, model, 60, None)
+    summary = summary_of(folder)
+    assert summary["arms"]["beam"]["score"]["value"] == 7
+    assert summary["arms"]["beam"]["outcomes"] == {"rated": 8}
+    assert summary["judge"]["model"] == model
+    ratings = read_ratings(folder)
+    assert len(ratings) == 16
+    assert {rating["reply"].strip() for rating in ratings} == {"Rating: [[7]]"}
+
+
+def test_ratings_resume_and_another_judge_rates_anew(stub, answered):
+    folder = answered(None, methods="beam,dsbd")
+    before = (folder / "results.jsonl").read_bytes()
+    rate_folder(folder, stub.url, "none", 10, None)
+    assert summary_of(folder)["arms"]["dsbd"]["score"]["value"] is None
+    assert summary_of(folder)["arms"]["dsbd"]["outcomes"] == {"rating missing": 8}
+    rate_folder(folder, stub.url, "good", 10, None)
+    assert summary_of(folder)["arms"]["dsbd"]["score"]["value"] == 6
+    asked = len(stub.requests)
+    path = folder / "ratings.jsonl"
+    path.write_bytes(path.read_bytes()[:-5])
+    rate_folder(folder, stub.url, "good", 10, None)
+    assert len(stub.requests) == asked + 1  # the torn one alone
+    assert len(read_ratings(folder)) == 64
+    assert (folder / "results.jsonl").read_bytes() == before
+
+
+def test_a_bench_with_a_judge_rates_at_its_end(stub, answered):
+    folder = answered(None, methods="beam", judge_url=stub.url, judge_model="good")
+    assert summary_of(folder)["arms"]["beam"]["score"]["value"] == 6
+    assert summary_of(folder)["judge"] == {
+        "url": stub.url, "model": "good", "temperature": 0.0, "max_tokens": 1024,
+    }  # fmt: skip
+
+
+def test_only_the_same_questions_are_rated(stub, answered, tmp_path):
+    folder = answered(None, methods="beam")
+    run = json.loads((folder / "run.json").read_text())
+    run["fingerprint"]["data"]["sha256"] = "0"
+    (folder / "run.json").write_text(json.dumps(run))
+    with pytest.raises(UserError, match="not the data"):
+        rate_folder(folder, stub.url, "good", 10, None)
