@@ -10,7 +10,18 @@ from dsbd_cli.bench import published
 from dsbd_cli.bench.findings import findings
 from dsbd_cli.bench.html_style import CSS
 from dsbd_cli.bench.plots import family, front
-from dsbd_cli.bench.table import COLUMNS, NA, energy_line, fixed, interval, number, outcome_rows, row, size
+from dsbd_cli.bench.table import (
+    COLUMNS,
+    NA,
+    energy_line,
+    fixed,
+    headings,
+    interval,
+    number,
+    outcome_rows,
+    row,
+    size,
+)
 
 Run = Mapping[str, Any]
 
@@ -63,9 +74,9 @@ def _dataset(run: Run) -> str:
     return f"{names[data['kind']]}{' (built-in sample)' if data['builtin'] else ''}"
 
 
-def table(headings: Sequence[str], rows: Sequence[Sequence[str]], marked: Sequence[int] = ()) -> str:
+def table(names: Sequence[str], rows: Sequence[Sequence[str]], marked: Sequence[int] = ()) -> str:
     """A table that scrolls sideways in its own box; `marked` rows stand out."""
-    head = "".join(f"<th>{escape(text)}</th>" for text in headings)
+    head = "".join(f"<th>{escape(text)}</th>" for text in names)
     lines = []
     for place, cells in enumerate(rows):
         mark = ' class="mark"' if place in marked else ""
@@ -99,7 +110,7 @@ def _head(run: Run, several: bool) -> str:
     title = f"<h2>{escape(run['name'])}</h2>" if several else ""
     return (
         f"{title}{warning}<dl>{listing}</dl>{findings(run)}<h2>Results</h2>"
-        f"{table([heading for heading, _ in COLUMNS], rows, best)}"
+        f"{table(headings(run), rows, best)}"
         f"<details><summary>What the columns mean</summary><ul>{legend}</ul></details>"
     )
 
@@ -165,8 +176,8 @@ def _paper_tables(run: Run, several: bool) -> str:
                 interval(against.get("joules_per_token"), 2),
             ]
         )
-    headings = ["method", run["primary"][1], "perplexity", "tokens/s", "x speed", "J/token", "x J/token"]
-    one = table(headings, rows)
+    names = ["method", run["primary"][1], "perplexity", "tokens/s", "x speed", "J/token", "x J/token"]
+    one = table(names, rows)
     if published.applies(run):
         low, high = published.SPEED_UP
         saved_low, saved_high = published.ENERGY_SAVED
@@ -215,10 +226,10 @@ def on_front(arms: Mapping[str, Run]) -> set[str]:
 
 
 def _outcomes(run: Run) -> str:
-    headings, rows = outcome_rows(run)
-    if not rows or len(headings) < 3:
+    names, rows = outcome_rows(run)
+    if not rows or len(names) < 3:
         return ""
-    return f"<h2>What became of the answers</h2>{table(headings, rows)}"
+    return f"<h2>What became of the answers</h2>{table(names, rows)}"
 
 
 def _examples(run: Run, results: Sequence[Mapping[str, Any]], count: int = 3) -> str:

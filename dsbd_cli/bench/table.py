@@ -13,7 +13,7 @@ NA = "n/a"
 # (heading, what it means); the cells come from `row`.
 COLUMNS = (
     ("arm", "method, and what a sweep changed"),
-    ("score", "mean over items with its 95 % interval"),
+    ("score", "mean over items with its 95 % interval (for SQuAD F1 beside it)"),
     ("log-prob", "mean raw target log-probability per token of the answers"),
     ("tok/s", "tokens of the returned answers over seconds of decoding, prefill left out"),
     ("x base", "tokens per second over the baseline's, paired by item, with its 95 % interval"),
@@ -63,14 +63,25 @@ def size(count: float | None) -> str:
     raise AssertionError
 
 
+def headings(summary: Mapping[str, Any]) -> list[str]:
+    """Column headings for a run: SQuAD-like data have F1 beside the score."""
+    names = [heading for heading, _ in COLUMNS]
+    return [*names[:2], "F1", *names[2:]] if _has_f1(summary) else names
+
+
+def _has_f1(summary: Mapping[str, Any]) -> bool:
+    return any(arm["f1"] and arm["f1"]["value"] is not None for arm in summary["arms"].values())
+
+
 def row(name: str, arm: Mapping[str, Any], summary: Mapping[str, Any]) -> list[str]:
-    """The cells of one arm, in the order of `COLUMNS`."""
+    """The cells of one arm, in the order of `headings`."""
     against = arm["against_baseline"]
     base = summary["baseline"] == name
     width = arm["mean_width"]
     return [
         name,
         interval(arm["score"], 2 if summary["primary"][0] == "rating" else 3),
+        *([interval(arm["f1"], 3)] if _has_f1(summary) else []),
         fixed(arm["logprob_per_token"]["value"]),
         interval(arm["tokens_per_s"]),
         "1 (base)" if base else interval(against["speed"], 2) if against else NA,
@@ -97,15 +108,15 @@ def outcome_rows(summary: Mapping[str, Any]) -> tuple[list[str], list[list[str]]
     return ["arm", *(names.get(key, key) for key in seen)], rows
 
 
-def text_table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+def text_table(names: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Plain text columns, as wide as they need; the first to the left, the rest to the right."""
-    widths = [max(len(line[i]) for line in [list(headings), *map(list, rows)]) for i in range(len(headings))]
+    widths = [max(len(line[i]) for line in [list(names), *map(list, rows)]) for i in range(len(names))]
 
     def line(cells: Sequence[str]) -> str:
         first = cells[0].ljust(widths[0])
         return "  ".join([first, *(c.rjust(w) for c, w in zip(cells[1:], widths[1:], strict=True))]).rstrip()
 
-    return "\n".join([line(headings), "  ".join("-" * width for width in widths), *map(line, rows)])
+    return "\n".join([line(names), "  ".join("-" * width for width in widths), *map(line, rows)])
 
 
 def summary_text(folder: Path) -> str:
@@ -117,10 +128,10 @@ def summary_text(folder: Path) -> str:
         out.write(f"\n{run['name']}: {data['label']}, {data['items']} items asked\n")
         out.write(f"{models_line(run)}\nscore = {run['primary'][1]}; {energy_line(run)}\n\n")
         rows = [row(name, arm, run) for name, arm in run["arms"].items()]
-        out.write(text_table([heading for heading, _ in COLUMNS], rows) + "\n")
-        headings, counts = outcome_rows(run)
-        if counts and len(headings) > 2:
-            out.write("\n" + text_table(headings, counts) + "\n")
+        out.write(text_table(headings(run), rows) + "\n")
+        names, counts = outcome_rows(run)
+        if counts and len(names) > 2:
+            out.write("\n" + text_table(names, counts) + "\n")
     out.write(f"\nreport: {folder / 'report.html'}\n")
     return out.getvalue()
 

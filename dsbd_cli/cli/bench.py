@@ -48,7 +48,8 @@ def run(
         Path | None,
         typer.Option(
             "--data-dir",
-            help="Folder with the official files; without it the small built-in sample is used.",
+            help="Folder with the official files, or hub (squad, mt-bench); without it the small built-in "
+            "sample is used.",
             rich_help_panel=DATA,
         ),
     ] = None,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -208,3 +209,62 @@ def test_faults_of_a_file_of_prompts(tmp_path, content, words):
 def test_an_unknown_data_set_is_refused_with_the_near_one(tmp_path):
     with pytest.raises(UserError, match="did you mean spider"):
         load_dataset("spidr", None, tmp_path)
+
+
+@pytest.fixture
+def hub(monkeypatch, tmp_path):
+    """A stand-in for the `datasets` package that serves given rows, or fails."""
+    import sys
+    import types
+
+    monkeypatch.setenv("DSBD_CACHE", str(tmp_path / "cache"))
+
+    def serve(rows):
+        calls = []
+
+        def load_dataset(name, split):
+            calls.append((name, split))
+            if isinstance(rows, Exception):
+                raise rows
+            return rows
+
+        module = types.ModuleType("datasets")
+        module.load_dataset = load_dataset
+        monkeypatch.setitem(sys.modules, "datasets", module)
+        return calls
+
+    return serve
+
+
+def test_squad_from_the_hub_is_fetched_once(hub, tmp_path):
+    answers = {"text": ["x", "x"], "answer_start": [0, 0]}
+    calls = hub([{"id": "a", "title": "t", "context": "x y", "question": "q?", "answers": answers}])
+    for _ in range(2):
+        dataset = load_dataset("squad", Path("hub"), tmp_path)
+        assert [item.references for item in dataset.items] == [("x",)]
+        assert "hub rajpurkar/squad" in dataset.label
+    assert calls == [("rajpurkar/squad", "validation")]
+
+
+def test_mt_bench_from_the_hub(hub, tmp_path):
+    rows = [
+        {"prompt_id": 1, "category": "math", "prompt": ["a", "b"], "reference": ["r", "s"]},
+        {"prompt_id": 2, "category": "writing", "prompt": ["c", "d"], "reference": []},
+    ]
+    calls = hub(rows)
+    dataset = load_dataset("mt-bench", Path("hub:some/copy"), tmp_path)
+    assert [item.questions for item in dataset.items] == [("a", "b"), ("c", "d")]
+    assert [item.references for item in dataset.items] == [("r", "s"), ()]
+    assert set(dataset.extras["judge_prompts"]) == set(mt_bench.PROMPTS.values())
+    assert calls[0][0] == "some/copy"
+
+
+def test_a_hub_that_cannot_be_reached_is_one_line(hub, tmp_path, monkeypatch):
+    hub(ConnectionError("Couldn't reach it\nlong story"))
+    with pytest.raises(UserError, match=r"cannot be fetched from the hub: Couldn.t reach it$"):
+        load_dataset("squad", Path("hub"), tmp_path)
+    with pytest.raises(UserError, match="hold no databases"):
+        load_dataset("spider", Path("hub"), tmp_path)
+    monkeypatch.setitem(__import__("sys").modules, "datasets", None)
+    with pytest.raises(UserError, match="pip install datasets"):
+        load_dataset("squad", Path("hub"), tmp_path)

@@ -16,14 +16,14 @@ def load_dataset(name: str, data_dir: Path | None, build_dir: Path) -> Dataset:
 
     Args:
         name: one of `KINDS`, or a path to a JSONL file.
-        data_dir: folder in the official layout (or holding one folder per data set); None is the
-            built-in sample.
+        data_dir: folder in the official layout (or holding one folder per data set); `hub` or
+            `hub:OWNER/NAME`; None is the built-in sample.
         build_dir: where the sample's databases are built.
 
     Raises:
         UserError: unknown name, missing or broken files.
     """
-    from dsbd_cli.bench.datasets import mt_bench, plain, sample, spider, squad
+    from dsbd_cli.bench.datasets import hub, mt_bench, plain, sample, spider, squad
 
     name = {"mt_bench": "mt-bench", "mtbench": "mt-bench"}.get(name, name)
     if name not in KINDS:
@@ -35,4 +35,8 @@ def load_dataset(name: str, data_dir: Path | None, build_dir: Path) -> Dataset:
         raise UserError(f"--dataset {name}: neither {', '.join(KINDS)} nor a JSONL file{near(name, KINDS)}")
     if data_dir is None:
         return sample.load(name, build_dir)
+    if (repository := hub.repository(data_dir)) is not None:
+        from dsbd_cli.loading.cache import cache_root
+
+        return hub.load(name, repository, cache_root())
     return {"spider": spider, "squad": squad, "mt-bench": mt_bench}[name].load(data_dir)
