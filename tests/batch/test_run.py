@@ -1,0 +1,208 @@
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from dsbd_cli import Decoder, Settings
+from dsbd_cli.batch.items import Item, item_seed
+from dsbd_cli.batch.run import decode_item, run_file, weights
+from dsbd_cli.errors import RunError, UserError
+from tests import builders
+from tests.batch.killer import Loaded, unmeasured
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
+    base = tmp_path_factory.mktemp("pair")
+    builders.rand(base / "t", max_position_embeddings=128)
+    builders.rand(base / "d", seed=1, max_position_embeddings=128)
+    return str(base / "t"), str(base / "d")
+
+
+@pytest.fixture(scope="module")
+def decoder(folders: tuple[str, str]) -> Decoder:
+    return Decoder.from_pair(*folders)
+
+
+@pytest.fixture(autouse=True)
+def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def prompts(folder: Path, count: int = 6) -> Path:
+    path = folder / "in.txt"
+    path.write_text("".join(f"prompt {index} {'x' * (index % 9)}\n" for index in range(count)))
+    return path
+
+
+SETTINGS = Settings(seed=3, max_new_tokens=10)
+
+
+def test_a_record_is_what_generate_gives_for_that_prompt_and_seed(decoder: Decoder, tmp_path: Path) -> None:
+    source, out = prompts(tmp_path), tmp_path / "out.jsonl"
+    told: list[str] = []
+    results = run_file(Loaded(decoder, SETTINGS), source, out, told.append, bar=False)  # type: ignore[arg-type]
+    records = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [record["index"] for record in records] == list(range(6))
+    assert len(results) == 6
+    assert any("6/6 prompts" in line for line in told)
+    for record, prompt in zip(records, source.read_text().splitlines(), strict=True):
+        settings = dataclasses.replace(SETTINGS, seed=item_seed(3, record["index"]))
+        alone = decoder.generate(prompt, settings)
+        assert record["token_ids"] == alone.token_ids
+        assert record["beams"] == [dataclasses.asdict(beam) for beam in alone.beams]
+        assert record["seed"] == alone.seed
+
+
+def test_a_record_does_not_depend_on_what_came_before(folders: tuple[str, str]) -> None:
+    item = Item(4, "shared beginning, then the end")
+    fresh, used = Decoder.from_pair(*folders), Decoder.from_pair(*folders)
+    for prompt in ("shared beginning, then another end", "q" * 100):
+        decode_item(used, SETTINGS, 3, Item(0, prompt))
+    one, two = (decode_item(decoder, SETTINGS, 3, item)[0] for decoder in (fresh, used))
+    for record in (one, two):
+        for name in ("prefill_s", "decode_s", "tokens_per_s", "energy_j", "joules_per_token"):
+            record["stats"].pop(name)
+    assert one == two
+
+
+def test_a_prompt_that_is_refused_does_not_stop_the_others(decoder: Decoder, tmp_path: Path) -> None:
+    source, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_text(
+        '{"prompt": "fine", "id": "a"}\n{"prompt": "' + "q" * 500 + '", "id": "b"}\n"also fine"\n'
+    )
+    chosen: Any = Loaded(decoder, SETTINGS)
+    with pytest.raises(UserError, match="1 of 3 prompts"):
+        run_file(chosen, source, out, lambda line: None, bar=False)
+    records = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [record.get("id") for record in records] == ["a", "b", None]
+    assert "no room" in records[1]["error"]
+    assert records[2]["text"] is not None
+    # All is done: the same command again has nothing to do, and says so.
+    told: list[str] = []
+    assert run_file(chosen, source, out, told.append, bar=False) == []
+    assert told == [f"all 3 prompts are done already: {out}"]
+
+
+def test_notes_of_a_prompt_are_in_its_record(decoder: Decoder) -> None:
+    record, _ = decode_item(decoder, dataclasses.replace(SETTINGS, max_new_tokens=1000), 3, Item(0, "hi"))
+    assert any("clamped" in note for note in record["notes"])
+
+
+def test_a_run_that_breaks_keeps_what_it_has_and_goes_on(
+    decoder: Decoder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, out, whole = prompts(tmp_path), tmp_path / "out.jsonl", tmp_path / "whole.jsonl"
+    chosen: Any = Loaded(decoder, SETTINGS)
+    run_file(chosen, source, whole, lambda line: None, bar=False)
+    real = decoder.stream
+
+    def breaks(prompt: Any, *rest: Any, **options: Any) -> Any:
+        if "prompt 3" in prompt:
+            raise RunError("logits that are not finite")
+        return real(prompt, *rest, **options)
+
+    monkeypatch.setattr(decoder, "stream", breaks)
+    with pytest.raises(RunError):
+        run_file(chosen, source, out, lambda line: None, bar=False)
+    assert len(out.read_text().splitlines()) == 3
+    monkeypatch.setattr(decoder, "stream", real)
+    told: list[str] = []
+    run_file(chosen, source, out, told.append, bar=False)
+    assert "3 of 6 prompts are done already: going on" in told
+    assert unmeasured(out) == unmeasured(whole)
+
+
+def test_a_drawn_seed_is_kept_for_the_resume(decoder: Decoder, tmp_path: Path) -> None:
+    source, out = prompts(tmp_path, 4), tmp_path / "out.jsonl"
+    chosen: Any = Loaded(decoder, dataclasses.replace(SETTINGS, seed=None))
+    told: list[str] = []
+    run_file(chosen, source, out, told.append, bar=False)
+    before = unmeasured(out)
+    seed = json.loads((tmp_path / "out.jsonl.run.json").read_text())["seed"]
+    assert f"seed {seed}" in told
+    lines = out.read_text().splitlines(keepends=True)
+    out.write_text("".join(lines[:2]) + lines[2][:30])
+    run_file(chosen, source, out, told.append, bar=False)
+    assert unmeasured(out) == before
+
+
+@pytest.mark.parametrize("what", ["settings", "input", "weights", "seed"])
+def test_another_run_does_not_go_into_the_same_file(
+    folders: tuple[str, str], tmp_path: Path, what: str
+) -> None:
+    decoder = Decoder.from_pair(*folders)
+    source, out = prompts(tmp_path), tmp_path / "out.jsonl"
+    run_file(Loaded(decoder, SETTINGS), source, out, lambda line: None, bar=False)  # type: ignore[arg-type]
+    out.write_text("".join(out.read_text().splitlines(keepends=True)[:3]))
+    settings = SETTINGS
+    if what == "settings":
+        settings = dataclasses.replace(SETTINGS, width=2)
+    elif what == "seed":
+        settings = dataclasses.replace(SETTINGS, seed=4)
+    elif what == "input":
+        source.write_text(source.read_text() + "one more\n")
+    else:
+        assert decoder.pair.draft is not None
+        with torch.no_grad():
+            decoder.pair.draft.model.model.layers[0].mlp.up_proj.weight.mul_(1.01)
+    before = out.read_bytes()
+    with pytest.raises(
+        UserError, match={"settings": "width", "input": "sha256", "weights": "draft"}.get(what, what)
+    ):
+        run_file(Loaded(decoder, settings), source, out, lambda line: None, bar=False)  # type: ignore[arg-type]
+    assert out.read_bytes() == before
+
+
+def test_fingerprints_tell_weights_apart(folders: tuple[str, str]) -> None:
+    one, two = Decoder.from_pair(*folders), Decoder.from_pair(*folders)
+    assert weights(one) == weights(two)
+    assert len(set(weights(one).values())) == 2
+    assert weights(Decoder.from_pair(folders[0]))["draft"] is None
+
+
+def test_input_and_output_are_two_files(decoder: Decoder, tmp_path: Path) -> None:
+    source = prompts(tmp_path)
+    with pytest.raises(UserError, match="one file"):
+        run_file(Loaded(decoder, SETTINGS), source, source, lambda line: None, bar=False)  # type: ignore[arg-type]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("world", "kills"), [(1, 30), (3, 8)])
+def test_cut_off_at_30_random_moments_it_resumes_to_the_same_bytes(
+    folders: tuple[str, str], tmp_path: Path, world: int, kills: int
+) -> None:
+    source = prompts(tmp_path, 60)
+    results = tmp_path / "results"
+    results.mkdir()
+    command = [
+        sys.executable,
+        "-m",
+        "tests.batch.killer",
+        *folders,
+        str(source),
+        str(results),
+        str(kills),
+        str(world),
+    ]
+    env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert report["same"]
+    assert report["hurt"] == kills
+    assert report["left"] == ["cut.jsonl", "cut.jsonl.run.json", "whole.jsonl", "whole.jsonl.run.json"]
+    if world == 1:
+        assert report["torn"] > 0
+        assert report["resumed"] > 10
