@@ -88,7 +88,7 @@ def test_a_beam_that_ended_stays_and_is_not_extended(method: str) -> None:
 @pytest.mark.parametrize("method", METHODS)
 def test_fewer_candidates_than_the_width(method: str) -> None:
     """G08: one possible text, or one token of each row: no NaN and nothing invented to fill up."""
-    wide = {"width": 16, "min_width": 1} if method.startswith(("beam", "dsbd")) else {}
+    wide: dict[str, Any] = {"width": 16, "min_width": 1} if method.startswith(("beam", "dsbd")) else {}
     run, layers, _ = play(toy(method, says(0, 1, 3), TARGET, **wide), seed=1)
     assert [path_of(node) for node in run.hypotheses.ranking()] == [(0, 1, 3)]
     case = toy(method, TARGET, DRAFTS["bad"][1], T(1.0, 1), budget=4, **wide)

@@ -62,7 +62,7 @@ def some_q(parents: list[Path], seed: int, zeros: float = 0.3) -> dict[Path, flo
     return {path: float(share / shares.sum()) for path, share in zip(paths, shares, strict=True) if share > 0}
 
 
-PARENTS = {
+PARENTS: dict[str, list[Path]] = {
     "in order": [(0,), (1,), (2,)],
     "reversed": [(2,), (1,), (0,)],
     "some dead": [(4,), (2,), (5,), (0,)],
@@ -197,7 +197,7 @@ def whole_iterations(case: Toy, state: State) -> dict[Any, float]:
 
     def play(chance: Branching) -> Any:
         run = case.run(chance, chance, state)
-        layers = []
+        layers: list[frozenset[Path]] = []
         for event in decode(run, case.settings):
             if isinstance(event, Iteration):
                 assert [path_of(node) for node in event.active] == list(state_of(run).active)

@@ -109,7 +109,8 @@ def test_greedy_is_the_argmax_of_every_step(method: str, t: T) -> None:
         table = table + np.array([0, 0.004, 0.002, -0.006])
     case = Toy(by_last(table), None if method == "multinomial" else by_last(table[::-1]), settings, EOS)
     answers = {case.outcome(SeededChance(seed, 0), SeededChance(seed, 1)).answer for seed in range(20)}
-    greedy, last = [], 0
+    greedy: list[int] = []
+    last = 0
     while len(greedy) < 5 and last != 3:
         last = int(np.argmax(table[last]))
         greedy.append(last)
