@@ -57,13 +57,16 @@ def run(
         list[Path] | None, typer.Option(help="Stored answers to follow while training, and to evaluate on.")
     ] = None,
     rows: Annotated[
-        int | None, typer.Option(min=1, help="Sequences sampled at once (GPU 2048, CPU 64).")
+        int | None,
+        typer.Option(min=1, help="Sequences sampled at once (by memory; at most GPU 2048, CPU 64)."),
     ] = None,
-    shard: Annotated[int | None, typer.Option(min=1, help="Sequences a shard file (4 x rows).")] = None,
+    shard: Annotated[
+        int | None, typer.Option(min=1, help="Sequences a shard file (four times --rows).")
+    ] = None,
     answer_tokens: Annotated[int, typer.Option(min=1, help="Longest answer to a prompt of its own.")] = 160,
     max_length: Annotated[int, typer.Option(min=8, help="Longest sequence, prompt included.")] = 768,
     batch_tokens: Annotated[
-        int | None, typer.Option(min=1, help="Tokens a step (GPU 65536, CPU 2048).")
+        int | None, typer.Option(min=1, help="Tokens a step (by the width; at most GPU 65536, CPU 2048).")
     ] = None,
     rate: Annotated[float, typer.Option(min=0, help="Peak learning rate.")] = 2e-3,
     warmup: Annotated[int, typer.Option(min=0, help="Steps to the peak rate.")] = 100,
@@ -102,17 +105,18 @@ def run(
     world = join_world(device)
     gpu = world.device.type == "cuda"
     pair = _load(target, None, world.device.type if world.size == 1 else "cpu", quiet=not world.first)
-    rows = rows or (2048 if gpu else 64)
+    # Activations grow with the width: 65,536 tokens at 576, the size this was tuned at.
+    room = max(1024, int(65536 * min(1.0, 576 / pair.target.model.config.get_text_config().hidden_size)))
     options = DistillOptions(
         out=out, keep=parse_keep(keep, layers, pair.target.model.config.num_hidden_layers), start=start,
         share_embeddings=share_embeddings, prompts=prompts, max_length=max_length, rows=rows,
         sample=SampleOptions(
-            tokens=tokens, minutes=sample_minutes, share=share, shard=shard or 4 * rows, seed=seed,
+            tokens=tokens, minutes=sample_minutes, share=share, shard=shard, seed=seed,
             answer=answer_tokens,
         ),
         train=TrainOptions(
             minutes=minutes, steps=steps, rate=rate, warmup=warmup, optimizer=optimizer, finish=finish,
-            batch_tokens=batch_tokens or (65536 if gpu else 2048), seed=seed,
+            batch_tokens=batch_tokens or (room if gpu else 2048), seed=seed,
             compile=gpu if compile_ is None else compile_,
         ),
         watch={path.name: path for path in watch or []}, only=only,

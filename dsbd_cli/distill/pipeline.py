@@ -40,7 +40,7 @@ class DistillOptions:
     Attributes:
         out: the draft's folder; `work` inside it holds shards and checkpoint, `log.jsonl` the log.
         keep: target layers the draft starts from; `start` replaces their weights by an earlier draft's.
-        max_length, rows: longest sequence, and how many are sampled at once.
+        max_length, rows: longest sequence, and how many are sampled at once (None: as memory allows).
         watch: stored answers by name, logged on while training and evaluated on at the end.
         only: `sample` or `train` for one step alone.
     """
@@ -51,7 +51,7 @@ class DistillOptions:
     share_embeddings: bool = False
     prompts: Path | None = None
     max_length: int = 768
-    rows: int = 64
+    rows: int | None = None
     sample: SampleOptions = field(default_factory=SampleOptions)
     train: TrainOptions = field(default_factory=TrainOptions)
     watch: dict[str, Path] = field(default_factory=dict)
@@ -152,6 +152,18 @@ def distill(
     return facts
 
 
+def fitting_rows(target: Any, size: int, device: torch.device) -> int:
+    """Rows of `size` tokens whose keys and values take half of the free memory (on a CPU: 4 GB), within reason."""
+    config = target.config.get_text_config()
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    width = next(target.parameters()).element_size()
+    row = 2 * config.num_hidden_layers * heads * head_dim * width * size
+    if device.type == "cuda":
+        return max(1, min(2048, torch.cuda.mem_get_info(device)[0] // 2 // row))
+    return max(1, min(64, 4 * 10**9 // row))
+
+
 def _sample_step(
     target: Any, tokenizer: Any, ends: Sequence[int], options: DistillOptions, work: Path, world: World,
     log: RunLog, view: Console | None,
@@ -160,7 +172,8 @@ def _sample_step(
     encoded = []
     if options.prompts is not None:
         encoded = [sources.encode_prompt(tokenizer, p.text) for p in sources.read_prompts(options.prompts)]
-    engine = Engine(target, options.rows, options.max_length, ends, len(tokenizer))
+    rows = options.rows or fitting_rows(target, options.max_length, world.device)
+    engine = Engine(target, rows, options.max_length, ends, len(tokenizer))
     with Step(view, "sample") as step:
         facts = sample(engine, form, encoded, options.sample, work / "shards", world, log, step)
     del engine

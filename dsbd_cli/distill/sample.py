@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,7 @@ class SampleOptions:
         share: part of the prompts taken from the user's file.
         repeat: answers drawn for each prompt picked from the file (they share its prefill).
         question, answer, file_answer: budgets in tokens of a question, its answer, a file prompt's answer.
-        shard: sequences in one file.
+        shard: sequences in one file (None: four times the rows of the engine).
     """
 
     tokens: int | None = None
@@ -41,7 +41,7 @@ class SampleOptions:
     question: int = 64
     answer: int = 160
     file_answer: int = 96
-    shard: int = 16384
+    shard: int | None = None
     seed: int = 0
 
 
@@ -50,8 +50,12 @@ def _draws(count: int, rng: np.random.Generator) -> list[tuple[float, int, float
     return [DRAWS[kind][1:] for kind in kinds]
 
 
+# Told now and then: the phase in words, and answer tokens written so far in this shard.
+Tell = Callable[[str, int], None]
+
+
 def _write(
-    engine: Engine, requests: Sequence[Request], seed: int, step: Step | None, name: str
+    engine: Engine, requests: Sequence[Request], seed: int, tell: Callable[[int], None]
 ) -> tuple[list[list[int]], float]:
     """All continuations, in order of request, and the seconds it took."""
     began = time.monotonic()
@@ -60,25 +64,25 @@ def _write(
     for ended, (index, line) in enumerate(engine.run(requests, seed), 1):
         written[index] = line
         tokens += len(line)
-        if step is not None and ended % 64 == 0:
-            rate = tokens / (time.monotonic() - began)
-            step.update(ended, len(requests), f"{name}, {rate:,.0f} tokens/s")
+        if ended % 16 == 0:
+            tell(tokens)
     return written, time.monotonic() - began
 
 
 def sample_shard(
     engine: Engine, form: Form, prompts: Sequence[tuple[int, ...]], index: int, options: SampleOptions,
-    step: Step | None = None,
+    tell: Tell = lambda phase, tokens: None,
 ) -> shards.Sequences:  # fmt: skip
     """Shard `index`: a pure function of the target, the prompts, the options and the index."""
     rng = np.random.default_rng([options.seed, index])
     seed = int(rng.integers(2**31))
-    from_file = round(options.shard * options.share) if prompts else 0
-    own = options.shard - from_file
+    count = options.shard or 4 * engine.rows
+    from_file = round(count * options.share) if prompts else 0
+    own = count - from_file
     temperature, top_k, top_p = QUESTION_DRAW
     budget = options.question if form.suffix is not None else options.answer
     asks = [Request(form.header, budget, temperature, top_k, top_p) for _ in range(own)]
-    questions, ask_seconds = _write(engine, asks, seed, step, "questions")
+    questions, ask_seconds = _write(engine, asks, seed, lambda _: tell("questions", 0))
     eos = set(engine.eos.tolist())
     requests: list[Request] = []
     starts: list[int] = []
@@ -99,7 +103,7 @@ def sample_shard(
         Request(r.prompt, r.max_new, *draw)
         for r, draw in zip(requests, _draws(len(requests), rng), strict=True)
     ]
-    answers, seconds = _write(engine, requests, seed + 1, step, "answers")
+    answers, seconds = _write(engine, requests, seed + 1, lambda tokens: tell("answers", tokens))
     for request, start, line in zip(requests, starts, answers, strict=True):
         if line:
             rows.append((request.prompt + tuple(line), start, len(request.prompt)))
@@ -114,46 +118,48 @@ def sample(
     engine: Engine, form: Form, prompts: Sequence[tuple[int, ...]], options: SampleOptions, folder: Path,
     world: World, log: RunLog, step: Step,
 ) -> dict[str, Any]:  # fmt: skip
-    """Write shards into `folder` until the budget is spent; shards already there count and stay.
+    """Write shards into `folder` until the budget is spent; shards already there count, with their time.
 
     Raises:
-        UserError: no bound.
+        UserError: no bound, or prompts that are all too long.
     """
     if options.tokens is None and options.minutes is None:
         raise UserError("sampling needs a bound: --tokens or --sample-minutes")
     fits = [p for p in prompts if len(p) + options.file_answer <= engine.size]
     if prompts and not fits:
         raise UserError("every prompt of the file is longer than --max-length leaves room for")
-    began = time.monotonic()
     total = made = 0
-    seconds = 0.0
+    earlier = 0.0
+    began = time.monotonic()
+
+    def progress(tokens: int) -> float:
+        spent = (earlier + time.monotonic() - began) / (60 * options.minutes) if options.minutes else 0.0
+        return max(spent, (total + tokens) * world.size / options.tokens if options.tokens else 0.0)
+
+    def tell(phase: str, tokens: int) -> None:
+        rate = (made + tokens) / max(time.monotonic() - began, 1e-9)
+        whose = f" ({world.size} processes)" if world.size > 1 else ""
+        note = f"{phase}, {(total + tokens) * world.size:,} answer tokens, {rate * world.size:,.0f} a second{whose}"
+        step.update(progress(tokens), 1.0, note)
+
     index = world.rank
-    goal = None if options.tokens is None else options.tokens / world.size
-    while True:
-        spent = time.monotonic() - began
-        if (goal is not None and total >= goal) or (
-            options.minutes is not None and spent >= 60 * options.minutes
-        ):
-            break
+    while progress(0) < 1:
         path = folder / f"s{options.seed}-{index:05d}{shards.SUFFIX}"
+        index += world.size
         if path.exists():
-            total += shards.load(path).answer_tokens
-            index += world.size
+            part = shards.load(path)
+            total += part.answer_tokens
+            earlier += part.meta.get("seconds", 0.0)
             continue
         part_began = time.monotonic()
-        part = sample_shard(engine, form, fits, index, options, step)
-        shards.save(part, path)
+        part = sample_shard(engine, form, fits, index - world.size, options, tell)
         took = time.monotonic() - part_began
-        total, made, seconds = total + part.answer_tokens, made + part.answer_tokens, seconds + took
-        pure = part.answer_tokens / max(part.meta["answer_seconds"], 1e-9)
+        part.meta["seconds"] = round(took, 2)
+        shards.save(part, path)
+        total, made = total + part.answer_tokens, made + part.answer_tokens
         log.write(
-            "shard", rank=world.rank, index=index, sequences=len(part), answer_tokens=part.answer_tokens,
-            seconds=round(took, 2), tokens_per_s=round(part.answer_tokens / took), answers_per_s=round(pure),
-            question_seconds=part.meta["question_seconds"],
+            "shard", rank=world.rank, index=part.meta["index"], sequences=len(part),
+            answer_tokens=part.answer_tokens, seconds=round(took, 2),
+            tokens_per_s=round(part.answer_tokens / took), question_seconds=part.meta["question_seconds"],
         )  # fmt: skip
-        if world.first:
-            step.say(
-                f"shard {index}: {part.answer_tokens:,} answer tokens, {part.answer_tokens / took:,.0f} a second"
-            )
-        index += world.size
-    return {"answer_tokens": total, "sampled_now": made, "seconds": round(seconds, 1)}
+    return {"answer_tokens": total, "sampled_now": made, "seconds": round(time.monotonic() - began, 1)}

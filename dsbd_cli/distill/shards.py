@@ -69,7 +69,9 @@ def pack(rows: Sequence[tuple[Sequence[int], int, int]], meta: dict[str, Any] | 
 
 def join(parts: Sequence[Sequences]) -> Sequences:
     """All sequences of `parts`, in order, without metadata."""
-    tokens, length, start, answer = (np.concatenate([getattr(part, name) for part in parts]) for name in COLUMNS)
+    tokens, length, start, answer = (
+        np.concatenate([getattr(part, name) for part in parts]) for name in COLUMNS
+    )
     return Sequences(tokens, length, start, answer)
 
 
