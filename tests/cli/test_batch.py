@@ -1,0 +1,161 @@
+"""The batch forms of `dsbd generate` through the command line."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from dsbd_cli.batch.items import item_seed
+from tests.cli.conftest import Call, environment, pair, program
+
+Models = Callable[..., str]
+
+
+def test_lines_gives_one_line_for_each_in_order(dsbd: Call, models: Models) -> None:
+    target = pair(models("rand"), models("rand", seed=1))
+    options = ["--lines", "--seed", "3", "--max-new-tokens", "6"]
+    ran = dsbd("generate", *target, *options, stdin="one\r\n\nthree 🙂".encode())
+    assert ran.code == 0, ran.err
+    answers = [json.loads(line) for line in ran.text.split("\n")[:-1]]
+    assert len(answers) == 3
+    records = dsbd("generate", *target, *options, "--json", stdin="one\r\n\nthree 🙂".encode())
+    parsed = [json.loads(line) for line in records.text.split("\n")[:-1]]
+    assert [record["text"] for record in parsed] == answers
+    assert [record["index"] for record in parsed] == [0, 1, 2]
+    # Each is what the prompt gives alone, with its own seed.
+    for index, prompt in enumerate(("one", "", "three 🙂")):
+        alone = dsbd(
+            "generate", prompt, *target, "--seed", str(item_seed(3, index)), "--max-new-tokens", "6", "--json"
+        )
+        assert alone.json["token_ids"] == parsed[index]["token_ids"]
+
+
+def test_lines_with_several_answers_and_with_refusals(dsbd: Call, models: Models) -> None:
+    target = pair(models("rand", max_position_embeddings=64))
+    options = ["--lines", "--seed", "1", "--max-new-tokens", "4"]
+    ran = dsbd("generate", *target, *options, "--num-return", "3", stdin=b"a\nb\n")
+    assert all(2 <= len(json.loads(line)) <= 3 for line in ran.text.splitlines())
+    ran = dsbd("generate", *target, *options, stdin=b"a\n" + b"q" * 100 + b"\nb\n")
+    assert ran.code == 2
+    assert [type(json.loads(line)) for line in ran.text.splitlines()] == [str, type(None), str]
+    assert ran.err.splitlines()[-1].startswith(
+        "dsbd: 1 of 3 prompts were refused; line 2: the prompt leaves no room"
+    )
+    ran = dsbd("generate", *target, *options, "--json", stdin=b"q" * 100 + b"\n")
+    assert "no room" in json.loads(ran.text)["error"]
+    assert dsbd("generate", *target, *options, stdin=b"").out == b""
+    bad = dsbd("generate", *target, *options, stdin=b"fine\n\xff\n")
+    assert (bad.code, bad.out.count(b"\n")) == (2, 1)
+    assert "line 2" in bad.err
+
+
+def test_a_drawn_seed_is_reported_and_repeats_the_run(dsbd: Call, models: Models) -> None:
+    command = ["generate", *pair(models("rand")), "--lines", "--max-new-tokens", "6"]
+    first = dsbd(*command, stdin=b"a\nb\n")
+    seed = first.err.splitlines()[-1].removeprefix("dsbd: seed ")
+    assert dsbd(*command, "--seed", seed, stdin=b"a\nb\n").out == first.out
+
+
+def test_a_file_of_prompts(dsbd: Call, models: Models, tmp_path: Path) -> None:
+    source, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_text('{"prompt": "a", "id": "first"}\n{"prompt": "b"}\n')
+    command = ["generate", *pair(models("says", "A", "B")), "--input", source, "--output", out, "--stats"]
+    ran = dsbd(*command)
+    assert (ran.code, ran.out) == (0, b""), ran.err
+    records = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [(record["index"], record.get("id"), record["text"]) for record in records] == [
+        (0, "first", "AB"),
+        (1, None, "AB"),
+    ]
+    for said in ("2/2 prompts", "prompts                  2", "new_tokens               6", "seed "):
+        assert said in ran.err
+    again = dsbd(*command)
+    assert again.code == 0
+    assert "all 2 prompts are done already" in again.err
+    dsbd(*command, "--width", "2").refused("width (4, now 2)", "out.jsonl")
+    quiet = dsbd(
+        "generate", *pair(models("says", "A")), "--input", source, "--output", tmp_path / "q.jsonl", "-q"
+    )
+    assert (quiet.code, quiet.err) == (0, "")
+
+
+def test_files_that_cannot_serve(dsbd: Call, models: Models, tmp_path: Path) -> None:
+    target = pair(models("says", "A"))
+    good = tmp_path / "in.txt"
+    good.write_text("a\n")
+    cases: list[tuple[Path, Path, str]] = [
+        (tmp_path / "none.txt", tmp_path / "o.jsonl", "no such file"),
+        (good, tmp_path / "no" / "o.jsonl", "cannot be written"),
+        (good, tmp_path, "cannot be written"),
+        (good, good, "one file"),
+    ]
+    for source, output, word in cases:
+        dsbd("generate", *target, "--input", source, "--output", output).refused(word)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["in.txt"]
+    dsbd("generate", "--target", tmp_path / "typo", "--method", "beam", "--input", good, "--output",
+         tmp_path / "o.jsonl").refused("typo")  # fmt: skip
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["in.txt"]
+
+
+@pytest.mark.slow
+def test_lines_are_answered_as_they_come(models: Models) -> None:
+    process = subprocess.Popen(program("generate", *pair(models("says", "A")), "--lines"), env=environment(),
+                               stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE)  # fmt: skip
+    assert process.stdin is not None
+    assert process.stdout is not None
+    for _ in range(3):
+        process.stdin.write(b"a line\n")
+        process.stdin.flush()
+        assert process.stdout.readline() == b'"A"\n'
+    process.communicate(timeout=60)
+    assert process.returncode == 0
+
+
+@pytest.mark.slow
+def test_a_disk_that_fills_up_is_one_line_and_the_run_goes_on_later(models: Models, tmp_path: Path) -> None:
+    source, out = tmp_path / "in.txt", tmp_path / "out.jsonl"
+    source.write_text("".join(f"prompt {index}\n" for index in range(12)))
+    command = [
+        *program("generate", *pair(models("says", "A")), "--input", source, "--output", out, "--seed", "1")
+    ]
+    # A limit on the size of a file is the nearest thing to a full disk that needs no rights.
+    limited = subprocess.run(["bash", "-c", 'ulimit -f 8; exec "$0" "$@"', *command], env=environment(),
+                             capture_output=True, text=True)  # fmt: skip
+    assert limited.returncode == 1, limited.stderr
+    assert limited.stderr.splitlines()[-1].startswith("dsbd: File too large")
+    assert "Traceback" not in limited.stderr
+    rest = subprocess.run(command, env=environment(), capture_output=True, text=True)
+    assert rest.returncode == 0, rest.stderr
+    assert "prompts are done already: going on" in rest.stderr
+    assert [json.loads(line)["index"] for line in out.read_text().splitlines()] == list(range(12))
+
+
+@pytest.mark.slow
+def test_torchrun_shares_the_prompts_out(models: Models, tmp_path: Path) -> None:
+    source = tmp_path / "in.txt"
+    source.write_text("".join(f"prompt {index}\n" for index in range(5)))
+    target = pair(models("rand"), models("rand", seed=1))
+    command: list[str | Path] = ["generate", *target, "--input", source, "--max-new-tokens", "5", "--seed", "2",
+                                 "--output"]  # fmt: skip
+    ranks = [
+        subprocess.Popen(program(*command, tmp_path / "shared.jsonl"), stderr=subprocess.PIPE,
+                         env=environment(RANK=str(rank), WORLD_SIZE="2", LOCAL_RANK=str(rank)))
+        for rank in range(2)
+    ]  # fmt: skip
+    for process in ranks:
+        _, err = process.communicate(timeout=300)
+        assert process.returncode == 0, err
+    subprocess.run(
+        program(*command, tmp_path / "single.jsonl"), env=environment(), check=True, capture_output=True
+    )
+    shared, single = ([json.loads(line) for line in (tmp_path / f"{name}.jsonl").read_text().splitlines()]
+                      for name in ("shared", "single"))  # fmt: skip
+    assert [record["token_ids"] for record in shared] == [record["token_ids"] for record in single]
+    refused = subprocess.run(program("generate", *target, "--lines"), env=environment(RANK="0", WORLD_SIZE="2"),
+                             capture_output=True, text=True)  # fmt: skip
+    assert refused.returncode == 2
+    assert "--lines is for one process" in refused.stderr
