@@ -59,7 +59,7 @@ def run(
             "--methods",
             help="Comma-separated: multinomial, beam, speculative, specinfer, dsbd, dsbd:paper, dsbd:continue, "
             "dsbd:cover, dsbd-kv-one, hf-sample, hf-beam-sample, hf-beam-search, hf-assisted; "
-            "or default, ours, hf, all.",
+            "or ours, hf, all. Default: the first five and a few settings of beam and dsbd.",
             rich_help_panel=DATA,
         ),
     ] = "default",

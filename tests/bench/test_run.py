@@ -266,6 +266,15 @@ def test_what_cannot_work_is_refused_before_anything_is_loaded(tmp_path, options
     assert not (tmp_path / "out").exists()
 
 
+def test_nothing_but_a_data_set_gives_methods_and_enough_settings_for_fronts(tmp_path):
+    made = plan(tmp_path / "out", methods="default", limit=None, settings={})
+    names = [arm.name for arm in made.arms]
+    assert {"multinomial", "beam", "speculative", "specinfer", "dsbd"} < set(names)
+    assert {"beam width=2", "dsbd threshold=none", "dsbd min_width=1"} < set(names)
+    assert len(made.dataset.items) == 6
+    assert [arm.name for arm in plan(tmp_path / "out", methods="beam,dsbd").arms] == ["beam", "dsbd"]
+
+
 def test_a_drafting_arm_without_a_draft_is_refused(tmp_path):
     from dsbd_cli.bench.plan import Options
     from dsbd_cli.cli.options import Chosen
