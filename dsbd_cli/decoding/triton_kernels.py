@@ -54,16 +54,16 @@ def _rope(
     at = tl.arange(0, HALF)
     inside = at < half
     source = qkv_ptr + (node * (heads + 2 * groups) + head) * size
-    low = tl.load(source + at, mask=inside, other=0.0)
-    high = tl.load(source + half + at, mask=inside, other=0.0)
+    # float32 from here on: a variable may not change its type between the branches below.
+    low = tl.load(source + at, mask=inside, other=0.0).to(tl.float32)
+    high = tl.load(source + half + at, mask=inside, other=0.0).to(tl.float32)
     kind = query_ptr.dtype.element_ty
     shared = heads // groups
     if head >= heads + groups:
         target = values_ptr + ((head - heads - groups) * capacity + slot) * size
-        tl.store(target + at, low, mask=inside)
-        tl.store(target + half + at, high, mask=inside)
+        tl.store(target + at, low.to(kind), mask=inside)
+        tl.store(target + half + at, high.to(kind), mask=inside)
     else:
-        low, high = low.to(tl.float32), high.to(tl.float32)
         if NORMED:
             inverse = 1.0 / tl.sqrt((tl.sum(low * low, 0) + tl.sum(high * high, 0)) / size + eps)
             weight = q_weight_ptr
