@@ -131,7 +131,7 @@ def build_arms(
             continue
         arms.append(Arm(method, method, plain))
         wrong = 0
-        for point in points(grids, kind):
+        for point in points(grids, kind, method):
             try:
                 arm = Arm(f"{method} {label_of(point)}", method, _settings(kind, base, local | point), point)
             except UserError:
@@ -144,7 +144,7 @@ def build_arms(
     unused = [name for name in given if name not in used]
     if unused:
         raise UserError(f"--{unused[0].replace('_', '-')} means nothing to the methods of this run")
-    swept = {name for grid in grids for name in grid}
+    swept = {name for grid in grids for name in grid} - {"method"}
     idle = swept - {name for method in methods for name in (*COMMON, *OF_METHOD[METHODS[method][0]])}
     if idle:
         raise UserError(f"--sweep: {sorted(idle)[0]} means nothing to the methods of this run")

@@ -157,6 +157,7 @@ def _measure(
     results: list[Record],
 ) -> None:
     """Load, warm up, answer what is not answered yet, and merge."""
+    _collect(world, store, results)
     done = {tuple(key) for key in world.broadcast([list(key_of(record)) for record in results])}
     backend = open_backend(plan, world)
     facts = {**facts, "models": backend.facts(), "devices": _device_names(backend)}
@@ -217,6 +218,29 @@ def _measure(
     _merge(world, store, results, written)
 
 
+def _collect(world: World, store: Store, results: list[Record]) -> None:
+    """Bring what an earlier, cut run left in parts on any machine to rank 0, before anything is asked."""
+    if world.world == 1:
+        return
+    kept = world.gather(store.own_lines() if world.leader else [])
+    if kept is not None and _add_new(results, kept):
+        store.write_results(results)
+    world.broadcast(True)
+    store.drop_own_part()
+
+
+def _add_new(results: list[Record], gathered: Sequence[Sequence[Record]]) -> int:
+    """Append results that are not there yet; how many."""
+    known = {key_of(record) for record in results}
+    new = 0
+    for record in (record for lines in gathered for record in lines):
+        if key_of(record) not in known:
+            known.add(key_of(record))
+            results.append(record)
+            new += 1
+    return new
+
+
 def _merge(world: World, store: Store, results: list[Record], written: int) -> None:
     """Bring every process's results to rank 0."""
     if world.world == 1:
@@ -224,18 +248,12 @@ def _merge(world: World, store: Store, results: list[Record], written: int) -> N
     total = world.total(written)
     gathered = world.gather(store.own_lines() if world.leader else [])
     if gathered is not None:
-        known = {key_of(record) for record in results}
-        every = list(results)
-        for record in (record for lines in gathered for record in lines):
-            if key_of(record) not in known:
-                known.add(key_of(record))
-                every.append(record)
-        if world.tensor_parallel == 1 and len(every) != len(results) + total:
-            tell(f"{len(results) + total - len(every)} results were given twice and are counted once")
-        store.write_results(every)
+        new = _add_new(results, gathered)
+        if world.tensor_parallel == 1 and new != total:
+            tell(f"{total - new} results were given twice and are counted once")
+        store.write_results(results)
     world.broadcast(True)
-    if world.leader or world.rank == 0:
-        store.drop_own_part()
+    store.drop_own_part()
 
 
 def finish(plan: Plan, store: Store, judge: Judge | None) -> None:

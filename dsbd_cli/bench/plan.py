@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -124,7 +125,9 @@ def make_plan(options: Options, chosen: Chosen) -> Plan:
         f"bench-{dataset.kind if dataset.kind != 'jsonl' else Path(options.dataset).stem}"
     )
     seed = DEFAULT_SEED if seed is None else seed
-    return Plan(options, chosen, dataset, arms, arms[0].settings, seed, out, digest, notes)
+    longest = max(arm.settings.max_new_tokens for arm in arms)
+    settings = dataclasses.replace(arms[0].settings, max_new_tokens=longest)
+    return Plan(options, chosen, dataset, arms, settings, seed, out, digest, notes)
 
 
 def _preset(chosen: Chosen) -> tuple[dict[str, Any], Settings]:

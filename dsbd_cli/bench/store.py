@@ -171,7 +171,7 @@ class Store:
         write_whole(self.folder / RESULTS, "".join(line_of(record) for record in records))
 
     def drop_own_part(self) -> None:
-        """Remove this process's part once it is merged."""
+        """Remove this process's part once it is merged; without one there is nothing to do."""
         if self.world > 1:
             if self._out is not None:
                 os.close(self._out)

@@ -34,6 +34,9 @@ Grid = dict[str, list[Any]]
 def parse_sweep(text: str) -> Grid:
     """Setting -> values of one sweep: lists `a,b`, whole ranges `2..6`, `none`, trees such as `2x2x1`.
 
+    `method=dsbd,beam` among them says for which methods the sweep is meant; without it, for all that read
+    a setting of it.
+
     Raises:
         UserError: not `name=values`, an unknown setting, a value of the wrong type, a name given twice.
     """
@@ -43,15 +46,24 @@ def parse_sweep(text: str) -> Grid:
         name = name.strip().replace("-", "_")
         if not equals or not values:
             raise UserError(f"--sweep: {word!r} is not name=values, e.g. gamma=2,3,4")
+        if name == "method":
+            grid[name] = _methods(values)
+            continue
         if name not in SWEEPABLE:
             hint = near(name, SWEEPABLE) if name not in FIELDS else ": it does not decide speed or quality"
             raise UserError(f"--sweep: cannot sweep {name!r}{hint}")
         if name in grid:
             raise UserError(f"--sweep: {name} is given twice")
         grid[name] = list(dict.fromkeys(_values(name, values)))
-    if not grid:
+    if not set(grid) - {"method"}:
         raise UserError("--sweep is empty: give name=values, e.g. gamma=2,3,4")
     return grid
+
+
+def _methods(values: str) -> list[Any]:
+    from dsbd_cli.bench.arms import parse_methods
+
+    return list(parse_methods(values))
 
 
 def _values(name: str, text: str) -> Iterator[Any]:
@@ -83,14 +95,19 @@ def _value(name: str, part: str) -> Any:
         raise UserError(f"--sweep: {error}") from None
 
 
-def points(grids: Sequence[Grid], method: str) -> list[dict[str, Any]]:
+def points(grids: Sequence[Grid], kind: str, method: str) -> list[dict[str, Any]]:
     """The settings that the sweeps ask of one method: each sweep is a full grid, several are united.
 
     A sweep that names no setting of the method asks nothing of it.
+
+    Args:
+        kind: key of `OF_METHOD`. method: its name on the command line.
     """
-    mine = (*COMMON, *OF_METHOD[method])
+    mine = (*COMMON, *OF_METHOD[kind])
     found: list[dict[str, Any]] = []
     for grid in grids:
+        if method not in grid.get("method", [method]):
+            continue
         names = [name for name in grid if name in mine]
         if not names:
             continue

@@ -1,0 +1,130 @@
+"""Sweeps and arms: which settings each method is tried with."""
+
+from __future__ import annotations
+
+import pytest
+
+from dsbd_cli.bench.arms import build_arms, parse_methods
+from dsbd_cli.bench.sweep import label_of, parse_sweep, points
+from dsbd_cli.errors import UserError
+from dsbd_cli.settings import Settings
+
+
+def arms(methods, given=None, sweeps=(), base=None):
+    grids = [parse_sweep(text) for text in sweeps]
+    return build_arms(parse_methods(methods), base or Settings(), given or {}, grids)
+
+
+def names(made):
+    return [arm.name for arm in made[0]]
+
+
+@pytest.mark.parametrize(
+    ("text", "grid"),
+    [
+        ("gamma=2,3,4", {"gamma": [2, 3, 4]}),
+        ("draft_width=2..6", {"draft_width": [2, 3, 4, 5, 6]}),
+        ("draft-width=2,4..5", {"draft_width": [2, 4, 5]}),
+        ("threshold=none,0.9", {"threshold": [None, 0.9]}),
+        ("verify=paper,cover", {"verify": ["paper", "cover"]}),
+        ("tree=2x2x1,3", {"tree": [(2, 2, 1), (3,)]}),
+        ("temperature=0,1.0", {"temperature": [0.0, 1.0]}),
+        ("deterministic=true,false", {"deterministic": [True, False]}),
+        ("method=dsbd,beam width=2", {"method": ["dsbd", "beam"], "width": [2]}),
+        ("gamma=2,2", {"gamma": [2]}),
+    ],
+)
+def test_parsing(text, grid):
+    assert parse_sweep(text) == grid
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "gamma", "gamma=", "=2", "gamma=2,,3", "gamma=a", "gamma=5..2", "gama=2", "seed=1", "stop=x", "method=dsbd",
+     "gamma=2 gamma=3", "deterministic=maybe", "method=beem width=2", "tree=2xa"],
+)  # fmt: skip
+def test_nonsense_is_refused(text):
+    with pytest.raises(UserError):
+        parse_sweep(text)
+
+
+def test_a_grid_is_full_and_several_are_united_without_doubles():
+    grids = [parse_sweep("gamma=2,3 threshold=none,0.9"), parse_sweep("gamma=2,4")]
+    assert len(points(grids, "dsbd", "dsbd")) == 6
+    assert points(grids, "speculative", "speculative") == [{"gamma": 2}, {"gamma": 3}, {"gamma": 4}]
+    assert points(grids, "beam", "beam") == []
+
+
+def test_a_method_only_multiplies_by_what_it_reads():
+    made = arms("multinomial,beam,speculative,specinfer,dsbd", sweeps=["gamma=2,4 width=2,3"])
+    assert names(made) == [
+        "multinomial",
+        "beam", "beam width=2", "beam width=3",
+        "speculative", "speculative gamma=2", "speculative gamma=4",
+        "specinfer",
+        "dsbd", "dsbd gamma=2 width=2", "dsbd gamma=2 width=3", "dsbd gamma=4 width=2", "dsbd gamma=4 width=3",
+    ]  # fmt: skip
+
+
+def test_a_sweep_may_be_meant_for_some_methods():
+    assert names(arms("beam,dsbd", sweeps=["method=beam width=2"])) == ["beam", "beam width=2", "dsbd"]
+
+
+def test_a_point_that_is_the_plain_arm_is_not_run_twice():
+    assert names(arms("dsbd", sweeps=["gamma=2,3"])) == ["dsbd", "dsbd gamma=2"]
+
+
+def test_settings_that_exclude_themselves_are_left_out_and_counted():
+    made = arms("dsbd", sweeps=["width=1,2 min_width=2"])
+    assert names(made) == ["dsbd", "dsbd width=2 min_width=2"]
+    assert made[1] == ["dsbd: 1 settings of the sweep exclude themselves and are left out"]
+
+
+def test_twins_are_named_once():
+    made = arms("dsbd,dsbd:cover,dsbd:paper")
+    assert names(made) == ["dsbd", "dsbd:paper"]
+    assert "dsbd:cover is what dsbd already runs" in made[1][0]
+
+
+def test_options_reach_the_methods_they_mean_something_to():
+    made, _ = arms(
+        "multinomial,beam,specinfer,dsbd", {"width": 2, "gamma": 5, "tree": (3, 1), "temperature": 0.5}
+    )
+    by_name = {arm.name: arm.settings for arm in made}
+    assert by_name["beam"].width == by_name["dsbd"].width == 2
+    assert by_name["dsbd"].gamma == 5
+    assert by_name["dsbd"].tree is None
+    assert by_name["specinfer"].tree == (3, 1)
+    assert {arm.settings.temperature for arm in made} == {0.5}
+
+
+def test_a_presets_settings_are_the_base():
+    base = Settings(width=6, verify="paper", min_width=3, top_k=5)
+    made, _ = arms("beam,dsbd,dsbd-kv-one,hf-beam-search", base=base)
+    assert [arm.settings.width for arm in made] == [6] * 4
+    assert made[1].settings.verify == made[2].settings.verify == "paper"
+    assert (made[2].settings.kv, made[1].settings.kv) == ("one", "all")
+    assert {arm.settings.top_k for arm in made} == {5}
+
+
+def test_deterministic_is_for_those_that_have_it():
+    made, _ = arms("multinomial,beam,dsbd", {"deterministic": True})
+    assert [arm.settings.deterministic for arm in made] == [False, True, True]
+
+
+def test_one_option_that_nobody_reads_is_refused():
+    with pytest.raises(UserError, match="--tree means nothing"):
+        arms("beam,dsbd", {"tree": (2, 1)})
+    with pytest.raises(UserError, match="--sweep: tree means nothing"):
+        arms("beam", sweeps=["tree=2x1"])
+
+
+def test_labels_are_short_and_unique():
+    assert label_of({"threshold": None, "tree": (2, 1), "top_p": 0.9, "deterministic": True}) == (
+        "threshold=none tree=2x1 top_p=0.9 deterministic=true"
+    )
+
+
+def test_groups():
+    assert parse_methods("hf") == ["hf-sample", "hf-beam-sample", "hf-beam-search", "hf-assisted"]
+    assert parse_methods("dsbd default") == ["dsbd", "multinomial", "beam", "speculative", "specinfer"]
