@@ -174,6 +174,29 @@ def test_scores_counts_and_calls(method: str, draft: str) -> None:
             assert drafted_layers == list(range(len(drafted_layers)))
 
 
+@pytest.mark.parametrize("rule", ["paper", "continue", "cover"])
+def test_where_an_iteration_ends(rule: str) -> None:
+    """`paper` ends with the first filled layer; the others go on while every live slot is a known node."""
+    on_after_filled = ended_known = 0
+    for seed in range(100):
+        case = toy(f"dsbd {rule}", TARGET, DRAFTS["good"][1], ON, budget=7, early_stopping="never")
+        _, _, iterations = play(case, seed)
+        for iteration in iterations:
+            held = set(iteration.forest.unfinished())
+            *inner, last = iteration.layers
+            for layer in inner:
+                assert all(node.finish is not None or node in held for node in layer.slots)
+                assert layer.passed or rule == "continue"
+                on_after_filled += not layer.passed
+            if last.drafted is not None and any(node.finish is None for node in last.slots):
+                known = all(node in held for node in last.slots if node.finish is None)
+                assert not last.passed
+                assert rule == "paper" or not known
+                ended_known += known
+    assert (on_after_filled > 0) == (rule == "continue")
+    assert (ended_known > 0) == (rule == "paper")
+
+
 def test_draws_beyond_the_width_are_not_looked_at() -> None:
     case = toy("dsbd paper", TARGET, TARGET, OFF, budget=3, width=2, draft_width=4)
     for seed in range(20):
