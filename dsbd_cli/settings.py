@@ -51,10 +51,10 @@ class Settings:
 
     method: str = "dsbd"
     width: int = 4
-    draft_width: int = 4
-    gamma: int = 3
+    draft_width: int = 8
+    gamma: int = 4
     verify: str = "cover"
-    threshold: float | None = 0.9
+    threshold: float | None = None
     min_width: int = 2
     tree: tuple[int, ...] | None = None
     kv: str = "all"

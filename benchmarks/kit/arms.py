@@ -19,7 +19,7 @@ specinfer
 dsbd:paper     threshold=none
 dsbd:continue  threshold=none
 dsbd:cover     threshold=none
-dsbd:cover
+dsbd:cover     threshold=0.9
 dsbd-kv-one
 hf-sample
 hf-beam-sample

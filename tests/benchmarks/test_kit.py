@@ -33,7 +33,7 @@ def test_default_arms_hold_every_method() -> None:
     fixed = next(arm for arm in arms if arm.name == "dsbd:cover threshold=none")
     assert fixed.settings.threshold is None
     assert fixed.settings.verify == "cover"
-    assert next(arm for arm in arms if arm.name == "dsbd:cover").settings.threshold == 0.9
+    assert next(arm for arm in arms if arm.name == "dsbd:cover threshold=0.9").settings.threshold == 0.9
 
 
 def test_arms_from_text_and_file(tmp_path: Path) -> None:
