@@ -147,7 +147,8 @@ def save_draft(draft: Any, folder: Path, share_embeddings: bool, tokenizer: Any 
     save_file(quantise(own_state(draft)), str(temporary))
     os.replace(temporary, folder / LAYERS_FILE)
     config = draft.config.to_dict()
-    config.pop("_name_or_path", None)
+    for name in ("_name_or_path", "_model_name_or_path"):  # a path of the machine it was made on
+        config.pop(name, None)
     _write_json(folder / "config.json", {**config, "architectures": [type(draft).__name__], SHARED_KEY: True})
 
 
