@@ -72,8 +72,8 @@ def _best_swept(run: Run) -> str | None:
         (arm["against_baseline"]["speed"]["value"], name, arm)
         for name, arm in arms
         if arm["against_baseline"]["speed"]["value"] is not None
-        and (arm["against_baseline"]["logprob"]["value"] or -1) >= 0
-        and (arm["against_baseline"]["score"]["value"] or 0) >= 0
+        and _not_below(arm["against_baseline"]["logprob"])
+        and _not_below(arm["against_baseline"]["score"])
     ]
     if not good:
         return (
@@ -87,3 +87,8 @@ def _best_swept(run: Run) -> str | None:
         f"baseline's: {_finding(name, arm, run['baseline'])}. It was picked on these very items, which flatters "
         "it.</li>"
     )
+
+
+def _not_below(entry: Mapping[str, Any]) -> bool:
+    """At least as good, rounding aside; where there is no score there is nothing to fall below."""
+    return entry["value"] is None or entry["value"] >= -1e-4

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from html import escape
-from typing import Any
+from typing import Any, NamedTuple
 
 from dsbd_cli.bench import published
 from dsbd_cli.bench.findings import findings
@@ -25,6 +25,14 @@ from dsbd_cli.bench.table import (
 
 Run = Mapping[str, Any]
 
+
+class Figure(NamedTuple):
+    """A picture as a data URI, and how many panels it has."""
+
+    uri: str
+    panels: int
+
+
 TITLES = {
     "pareto_speed": ("Quality against speed", "Up and to the right is better. Lines join the arms of DSBD, and "
                      "of beam sampling, that no other arm of their kind beats on both axes. Bars: 95 % intervals."),
@@ -36,13 +44,13 @@ TITLES = {
 
 
 def page(
-    runs: Sequence[Run], figures: Mapping[str, str], answers: Sequence[Sequence[Mapping[str, Any]]]
+    runs: Sequence[Run], figures: Mapping[str, Figure], answers: Sequence[Sequence[Mapping[str, Any]]]
 ) -> str:
     """The whole page.
 
     Args:
         runs: summaries with their names.
-        figures: name -> data URI.
+        figures: by name.
         answers: results of each run, for examples.
     """
     names = ", ".join(dict.fromkeys(_dataset(run) for run in runs))
@@ -138,7 +146,7 @@ def _machine(run: Run) -> str:
     return f"{devices} ({cores}{more}); {packages}; Python {session['python']}"
 
 
-def _figure(name: str, figures: Mapping[str, str], runs: Sequence[Run]) -> str:
+def _figure(name: str, figures: Mapping[str, Figure], runs: Sequence[Run]) -> str:
     if name not in figures:
         if name == "pareto_energy":
             return f"<h2>Quality against energy</h2><p>Not drawn: {escape(energy_line(runs[0]))}.</p>"
@@ -150,9 +158,10 @@ def _figure(name: str, figures: Mapping[str, str], runs: Sequence[Run]) -> str:
             "One line for each choice of the others.",
         ),
     )
+    shape = "plot single" if figures[name].panels == 1 else "plot"
     return (
-        f'<h2>{escape(title)}</h2><p>{escape(words)}</p><div class="wide"><img class="plot" alt="{escape(title)}" '
-        f'src="{figures[name]}"></div>'
+        f'<h2>{escape(title)}</h2><p>{escape(words)}</p><div class="wide"><img class="{shape}" alt="{escape(title)}" '
+        f'src="{figures[name].uri}"></div>'
     )
 
 
@@ -171,9 +180,9 @@ def _paper_tables(run: Run, several: bool) -> str:
                 fixed(arm["score"]["value"]),
                 fixed(arm["perplexity"]["value"], 2),
                 number(arm["tokens_per_s"]["value"]),
-                interval(against.get("speed"), 2),
+                "1 (base)" if name == run["baseline"] else interval(against.get("speed"), 2),
                 number(arm["joules_per_token"]["value"]),
-                interval(against.get("joules_per_token"), 2),
+                "1 (base)" if name == run["baseline"] else interval(against.get("joules_per_token"), 2),
             ]
         )
     names = ["method", run["primary"][1], "perplexity", "tokens/s", "x speed", "J/token", "x J/token"]

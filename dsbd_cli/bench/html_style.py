@@ -26,7 +26,8 @@ tr.mark td,tr.mark td:first-child{background:var(--tint)}
 .answers td{text-align:left;white-space:pre-wrap;vertical-align:top}
 .answers td:nth-child(2){min-width:24rem;font-family:ui-monospace,Menlo,Consolas,monospace;font-size:.8rem}
 .answers th{text-align:left}
-.plot{display:block;width:100%;min-width:620px;height:auto}
+.plot{display:block;width:100%;max-width:1180px;min-width:620px;height:auto}
+.plot.single{max-width:760px}
 details{margin:.5rem 0}
 summary{cursor:pointer;color:var(--deep)}
 ul{padding-left:1.2rem}

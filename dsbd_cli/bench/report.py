@@ -68,8 +68,8 @@ def all_arms(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     }
 
 
-def _figures(runs: Sequence[Mapping[str, Any]], folder: Path) -> Iterator[tuple[str, str]]:
-    """(name, SVG as a data URI) of each figure that the data allow; PNG and SVG files beside the report."""
+def _figures(runs: Sequence[Mapping[str, Any]], folder: Path) -> Iterator[tuple[str, html.Figure]]:
+    """(name, picture) of each figure that the data allow; PNG and SVG files beside the report."""
     plt = plots.start()
     arms = all_arms(runs)
     kinds = {run["data"]["kind"] for run in runs}
@@ -101,8 +101,10 @@ def _figures(runs: Sequence[Mapping[str, Any]], folder: Path) -> Iterator[tuple[
             figure.savefig(buffer, format=suffix, metadata={"Date": None} if suffix == "svg" else {})
             images[suffix] = buffer.getvalue()
             write_whole(folder / f"{name}.{suffix}", images[suffix])
+        panels_drawn = len(figure.axes)
         plt.close(figure)
-        yield name, "data:image/svg+xml;base64," + base64.b64encode(_slim(images["svg"])).decode()
+        uri = "data:image/svg+xml;base64," + base64.b64encode(_slim(images["svg"])).decode()
+        yield name, html.Figure(uri, panels_drawn)
 
 
 def _slim(svg: bytes) -> bytes:

@@ -192,9 +192,12 @@ def test_two_processes_under_torchrun_equal_one(whole, pair, env, tmp_path):
 @pytest.mark.slow
 def test_two_processes_that_hold_one_target_equal_one(whole, pair, env, tmp_path):
     folder = tmp_path / "out"
-    done = torchrun([*SMALL, *pair, "--tensor-parallel", "2", "--out", str(folder)], env)
+    few = ["--dataset", "spider", "--limit", "1", "--methods", "beam,dsbd", "--max-new-tokens", "12"]
+    done = torchrun([*few, *pair, "--tensor-parallel", "2", "--out", str(folder)], env)
     assert done.returncode == 0, done.stderr
-    assert answers(folder) == answers(whole[0])
+    held = answers(folder)
+    assert len(held) == 2
+    assert held == {key: answers(whole[0])[key] for key in held}
     assert "tp_plan" not in done.stderr  # no warning of a form that goes away
 
 
