@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -35,7 +36,12 @@ def open_pair(plan: Plan, world: World) -> Backend:
         spec = spec.replace(tensor_parallel=world.tensor_parallel, draft_device=world.device or "cpu")
     need_draft = any(arm.needs_draft for arm in plan.arms)
     with TerminalProgress() as progress:
-        pair = load_pair(spec, need_draft=need_draft, progress=progress if world.rank == 0 else None)
+
+        def show(stage: str, done: int = 0, total: int = 0) -> None:
+            with contextlib.suppress(OSError):  # the screen may be gone
+                progress(stage, done, total)
+
+        pair = load_pair(spec, need_draft=need_draft, progress=show if world.rank == 0 else None)
     decoder = Decoder(pair, plan.settings)
     decoder.target.require_tree()
     for note in pair.notes:

@@ -68,11 +68,16 @@ class Runner:
         return dataclasses.replace(arm, settings=dataclasses.replace(arm.settings, stop=self._stops))
 
     def warm_up(self, arms: Sequence[Arm], item: Item) -> None:
-        """One short answer per arm, not counted: first calls pay for kernels, graphs and allocators."""
+        """One answer per arm, not counted: first calls pay for kernels, graphs and allocators.
+
+        Short on a CPU; whole on a card, where every new number of nodes may be recorded anew.
+        """
         ids = self.prompter.ids(item, [])
+        card = any(device.startswith("cuda") for device in self.backend.devices())
         for arm in arms:
             arm = self.effective(arm)
-            budget = min(WARM_UP_TOKENS, arm.settings.max_new_tokens)
+            whole = arm.settings.max_new_tokens
+            budget = whole if card else min(WARM_UP_TOKENS, whole)
             short = dataclasses.replace(arm.settings, max_new_tokens=budget)
             self.backend.answer(dataclasses.replace(arm, settings=short), ids, self.seed)
 

@@ -11,6 +11,7 @@ from dsbd_cli.bench.command import run_bench
 from dsbd_cli.bench.files import key_of, read_results, read_run
 from dsbd_cli.bench.measure import seed_of
 from dsbd_cli.bench.plan import make_plan
+from dsbd_cli.bench.runner import Runner
 from dsbd_cli.errors import RunError, UserError
 from tests.bench.double import BytesTokenizer, FakeBackend, plan, prompter
 
@@ -71,6 +72,18 @@ def test_every_arm_is_warmed_up_and_warm_ups_are_not_counted(tmp_path):
     assert all(tokens == 12 for _, _, tokens in warm)
     assert all(tokens == 32 for _, _, tokens in backend.calls[3:])
     assert len(read_results(tmp_path / "out")) == 12
+
+
+def test_on_a_card_the_warm_up_is_a_whole_answer(tmp_path):
+    class Card(FakeBackend):
+        def devices(self):
+            return ["cuda:0"]
+
+    backend = Card()
+    made = plan(tmp_path / "out", methods="beam")
+    runner = Runner(backend, prompter(made), None, 1)
+    runner.warm_up(made.arms, made.dataset.items[0])
+    assert [tokens for _, _, tokens in backend.calls] == [32]
 
 
 @pytest.mark.parametrize("stop_after", [0, 1, 2, 5, 9])
