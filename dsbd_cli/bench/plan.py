@@ -26,7 +26,7 @@ DEFAULT_SEED = 1
 DEFAULT_LIMITS = {"spider": 6, "squad": 8, "mt-bench": 3, "jsonl": 6}
 DEFAULT_TOKENS = {"spider": 48, "squad": 32, "mt-bench": 64, "jsonl": 64}
 # What is tried beside the plain methods where neither methods nor a sweep were named: enough for fronts.
-DEFAULT_SWEEPS = ("width=2", "threshold=none", "min_width=1")
+DEFAULT_SWEEPS = ("width=2", "threshold=none,0.9", "draft_width=4")
 
 
 @dataclass(frozen=True)

@@ -283,7 +283,7 @@ def test_nothing_but_a_data_set_gives_methods_and_enough_settings_for_fronts(tmp
     made = plan(tmp_path / "out", methods="default", limit=None, settings={})
     names = [arm.name for arm in made.arms]
     assert {"multinomial", "beam", "speculative", "specinfer", "dsbd"} < set(names)
-    assert {"beam width=2", "dsbd threshold=none", "dsbd min_width=1"} < set(names)
+    assert {"beam width=2", "dsbd width=2", "dsbd threshold=0.9", "dsbd draft_width=4"} < set(names)
     assert len(made.dataset.items) == 6
     assert [arm.name for arm in plan(tmp_path / "out", methods="beam,dsbd").arms] == ["beam", "dsbd"]
 
