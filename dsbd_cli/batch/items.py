@@ -62,14 +62,14 @@ def read_items(path: Path) -> tuple[list[Item], str]:
         ) from None
     if lines[-1] == "":
         lines.pop()
-    lines = [line.removesuffix("\r") for line in lines]
+    lines = [text.removesuffix("\r") for text in lines]
     if path.suffix == ".txt":
-        items = [Item(index, line) for index, line in enumerate(lines)]
+        items = [Item(index, text) for index, text in enumerate(lines)]
     elif path.suffix in (".jsonl", ".ndjson"):
         items = []
-        for number, line in enumerate(lines, start=1):
-            if line.strip():
-                items.append(_parse(line, len(items), f"--input {path} line {number}"))
+        for number, text in enumerate(lines, start=1):
+            if text.strip():
+                items.append(_parse(text, len(items), f"--input {path} line {number}"))
     else:
         raise UserError(f"--input {path}: the name must end in .txt (a prompt a line) or .jsonl")
     if not items:

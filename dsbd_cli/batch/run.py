@@ -92,7 +92,8 @@ def run_file(chosen: Chosen, source: Path, output: Path, tell: Tell, *, bar: boo
             tell(f"all {len(items)} prompts are done already: {output}")
             return results
         device = shard.device()
-        decoder = chosen.load(**({"target_device": device, "draft_device": device} if device else {}))
+        places: dict[str, Any] = {"target_device": device, "draft_device": device} if device else {}
+        decoder = chosen.load(**places)
         for line in decoder.pair.notes:
             tell(line)
         decoder.target.require_tree()

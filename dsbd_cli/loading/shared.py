@@ -46,7 +46,7 @@ def dequantised(path: Path) -> dict[str, Tensor]:
         if scale is not None and scale.numel() != tensor.shape[0]:
             raise UserError(f"{path}: {name} has {tensor.shape[0]} rows and {scale.numel()} scales")
         # One scale a row, stored as [rows] or [rows, 1].
-        weights[name] = tensor.float() if scale is None else tensor.float() * scale.float().reshape(-1, 1).reshape(-1, 1)
+        weights[name] = tensor.float() if scale is None else tensor.float() * scale.float().reshape(-1, 1)
     return weights
 
 
