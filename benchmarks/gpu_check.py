@@ -247,6 +247,43 @@ def times(shape: str, device: str, quick: bool) -> dict[str, Any]:
     return result
 
 
+def iterations(device: str) -> dict[str, Any]:
+    """Milliseconds a target call of whole methods: 8B-shaped target, 1B-shaped draft, random weights."""
+    target, draft = build("8b", device, torch.bfloat16), build("1b", device, torch.bfloat16, seed=1)
+    models = tree_model("lean, recorded", target), tree_model("lean, recorded", draft, "draft")
+    rng = random.Random(5)
+    prompt = [rng.randrange(128256) for _ in range(256)]
+    base = {"temperature": 1.0, "top_k": 10, "top_p": 0.8, "width": 4, "draft_width": 8, "gamma": 3}
+    arms: dict[str, dict[str, Any]] = {
+        "multinomial": {"method": "multinomial"},
+        "beam": {"method": "beam"},
+        "cover": {"verify": "cover", "threshold": None},
+        "paper": {"verify": "paper"},
+        "speculative": {"method": "speculative"},
+    }
+    result = {}
+    for steps in (False, True):
+        if steps:
+            models[0].stop_loops("to compare")
+        for name, options in arms.items():
+            if steps and name in ("multinomial", "beam"):
+                continue
+            settings = Settings(**(base | options))
+            walls = []
+            for seed in (0, 1, 2):
+                torch.cuda.synchronize()
+                begin = time.perf_counter()
+                _, calls = decoded(*models, settings, prompt, seed)
+                walls.append(1e3 * (time.perf_counter() - begin) / calls)
+            title = name + (", step by step" if steps else "")
+            result[title] = min(walls[1:])
+            print(
+                f"  {title:28} {result[title]:.2f} ms a target call, first prompt {walls[0]:.0f}", flush=True
+            )
+    print("  ", *models[0].notes, *models[1].notes)
+    return result
+
+
 def long_prompts(device: str) -> dict[str, Any]:
     """Prefill and one forward of 8 nodes behind prompts up to 32k tokens, 8B-shaped."""
     model = build("8b", device, torch.bfloat16)
@@ -306,6 +343,11 @@ def main() -> int:
         report["times"] = {}
         for shape in filter(None, options.shapes.split(",")):
             report["times"][shape] = times(shape, device, options.quick)
+            gc.collect()
+            torch.cuda.empty_cache()
+        if "8b" in options.shapes:
+            print("whole methods, prefill of 256 tokens included")
+            report["iterations"] = iterations(device)
             gc.collect()
             torch.cuda.empty_cache()
         if options.long:

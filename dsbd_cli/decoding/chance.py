@@ -27,6 +27,17 @@ class SeededChance:
         # u * q < p' and not u < p' / q: no division, so q = 0 needs no epsilon (design.md section 3).
         return bool(self._rng.random() * denominator < numerator)
 
+    def uniforms(self, count: int) -> np.ndarray:
+        """The uniforms that `picks` would draw with: [count], for draws made elsewhere."""
+        return self._rng.random(count)
+
+    def peek(self, count: int) -> np.ndarray:
+        """The next `count` uniforms, left to be drawn again."""
+        state = self._rng.bit_generator.state
+        ahead = self._rng.random(count)
+        self._rng.bit_generator.state = state
+        return ahead
+
     def picks(self, weights: np.ndarray, count: int) -> list[int]:
         cumulative = np.cumsum(weights)
         at = np.searchsorted(cumulative, self._rng.random(count) * cumulative[-1], side="right")

@@ -9,7 +9,7 @@ row. In go seven integers a node, out comes one small block: one copy each way, 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -38,6 +38,12 @@ def slot_bucket(used: int, capacity: int) -> int:
     return min(size, capacity)
 
 
+def slots_to_see(forward: Any, used: int, pool: TreePool) -> int:
+    """Slots that a recorded forward looks at: all, where its attention stops at a length by itself."""
+    capacity = pool.cache.capacity
+    return capacity if getattr(forward, "reads_length", False) else slot_bucket(used, capacity)
+
+
 def pad(plan: Plan, size: int) -> Tensor:
     """A plan as int64 [7, size]: padded nodes write to the spare slot, which only they see."""
     count = len(plan)
@@ -60,7 +66,7 @@ def seen_inside(bits: Tensor) -> Tensor:
 
 @dataclass
 class _Recorded:
-    """One bucket: its buffers, and how to run it."""
+    """One bucket: its buffers, and how to run it again."""
 
     inputs: Tensor
     staging: Tensor
@@ -71,7 +77,6 @@ class _Recorded:
     replay: Callable[[], None]
 
 
-@dataclass
 class GraphForward:
     """Runs plans over `pool` with `forward`, recorded.
 
@@ -85,14 +90,12 @@ class GraphForward:
         recordings: how many buckets were recorded so far.
     """
 
-    forward: Any
-    pool: TreePool
-    vocab: int
-    device: torch.device
-    recordings: int = 0
-    _memory: Any = None
-    _buckets: dict[tuple[int, int, int], _Recorded] = field(default_factory=dict)
-    _pointers: tuple[int, int] = (0, 0)
+    def __init__(self, forward: Any, pool: TreePool, vocab: int, device: torch.device) -> None:
+        self.forward, self.pool, self.vocab = forward, pool, vocab
+        self.recordings = 0
+        self._recorder = Recorder(device)
+        self._buckets: dict[tuple[int, int, int], _Recorded] = {}
+        self._pointers = (0, 0)
 
     def takes(self, plan: Plan) -> bool:
         """Whether there is a bucket for a plan of this size."""
@@ -103,7 +106,7 @@ class GraphForward:
         size = min(count, self.vocab)
         bucket = self._run(plan, size)
         bucket.landing.copy_(bucket.packed, non_blocking=True)
-        self._wait()
+        self._recorder.wait()
         return unpack(bucket.landing.numpy()[: len(plan)], bucket.logps, size)
 
     def logits(self, plan: Plan) -> Tensor:
@@ -111,20 +114,17 @@ class GraphForward:
         return self._run(plan, 0).logits[: len(plan)]
 
     def _run(self, plan: Plan, size: int) -> _Recorded:
-        pointers = (self.pool.cache.capacity, self.pool.masks.table.data_ptr())
+        pointers = self.pool.pointers()
         if pointers != self._pointers:
             self._buckets.clear()
             self._pointers = pointers
         nodes = node_bucket(len(plan))
         assert nodes is not None
-        slots = self.pool.cache.capacity
-        if not getattr(self.forward, "reads_length", False):
-            slots = slot_bucket(plan.used, slots)
-        key = nodes, slots, size
+        key = nodes, slots_to_see(self.forward, plan.used, self.pool), size
         packed = pad(plan, nodes)
         bucket = self._buckets.get(key)
         if bucket is None:
-            bucket = self._buckets[key] = self._record(packed, slots, size)
+            bucket = self._buckets[key] = self._record(packed, key[1], size)
             self.recordings += 1
         else:
             bucket.staging.copy_(packed)
@@ -134,31 +134,11 @@ class GraphForward:
 
     def _record(self, packed: Tensor, slots: int, size: int) -> _Recorded:
         """Run `packed` for the first time, and keep how."""
-        inputs = packed.to(self.device)
-        cuda = self.device.type == "cuda"
-        outputs: list[Tensor] = []
-
-        def steps() -> None:
-            outputs[:] = self._steps(inputs, slots, size)
-
-        if cuda:
-            replay = self._capture(steps)
-        else:
-            steps()
-            replay = steps
+        inputs = packed.to(self._recorder.device, copy=True)
+        outputs, replay = self._recorder.record(lambda: self._steps(inputs, slots, size))
+        host = self._recorder.host
         logits, logps, best = outputs
-        staging, landing = torch.empty(packed.shape, dtype=torch.long), torch.empty(best.shape)
-        if cuda:
-            staging, landing = staging.pin_memory(), landing.pin_memory()
-        bucket = _Recorded(inputs, staging, logits, logps, best, landing, replay)
-        if not cuda:
-
-            def again() -> None:
-                steps()
-                bucket.logits, bucket.logps, bucket.packed = outputs
-
-            bucket.replay = again
-        return bucket
+        return _Recorded(inputs, host(packed), logits, logps, best, host(best), replay)
 
     def _steps(self, inputs: Tensor, slots: int, size: int) -> list[Tensor]:
         """The forward itself, on tensors of fixed shapes."""
@@ -172,8 +152,24 @@ class GraphForward:
         logps = log_probabilities(logits, self.vocab)
         return [logits, logps, pack(logps, finite_rows(logps), size)]
 
-    def _capture(self, steps: Callable[[], None]) -> Callable[[], None]:
-        """Warm up, record, and run once; the replay."""
+
+class Recorder:
+    """Records steps as CUDA graphs that share one memory; on a CPU steps are run, not recorded."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._memory: Any = None
+
+    def record(self, steps: Callable[[], list[Tensor]]) -> tuple[list[Tensor], Callable[[], None]]:
+        """Run `steps` on inputs of fixed place; its outputs, and what runs it again into them."""
+        if self.device.type != "cuda":
+            outputs = steps()
+
+            def again() -> None:
+                for old, new in zip(outputs, steps(), strict=True):
+                    old.copy_(new)
+
+            return outputs, again
         side = torch.cuda.Stream(self.device)
         side.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(side):
@@ -185,11 +181,17 @@ class GraphForward:
         if self._memory is None:
             self._memory = torch.cuda.graph_pool_handle()
         with torch.cuda.graph(graph, pool=self._memory):
-            steps()
+            outputs = steps()
         graph.replay()
-        return graph.replay
+        return outputs, graph.replay
 
-    def _wait(self) -> None:
+    def host(self, tensor: Tensor) -> Tensor:
+        """A host tensor like `tensor`, for copies that need not wait."""
+        like = torch.empty(tensor.shape, dtype=tensor.dtype)
+        return like.pin_memory() if self.device.type == "cuda" else like
+
+    def wait(self) -> None:
+        """The one synchronisation of a forward."""
         if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()
 
@@ -199,6 +201,8 @@ def why_not(model: Any) -> str | None:
     devices = {weight.device for weight in model.parameters()}
     if len(devices) > 1:
         return "its weights are spread over several devices"
+    if (getattr(model, "tp_size", None) or 1) > 1:
+        return "its weights are split over processes"
     if any(hasattr(module, "_hf_hook") for module in model.modules()):
         return "its weights are moved by hooks"
     scaling = getattr(model.config.get_text_config(), "rope_parameters", None) or {}

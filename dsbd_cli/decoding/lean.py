@@ -83,6 +83,7 @@ class LeanForward:
         model: one that `serves` accepts.
         int8: multiply in int8 on a CPU (for drafts: it changes the numbers).
         kind: the products to use; None takes what suits the model's device.
+        kernels: use compiled kernels where there are some.
 
     Attributes:
         dtype: of activations, keys and values.
@@ -91,7 +92,9 @@ class LeanForward:
         reads_length: whether `cache.length` bounds attention, so that `mask` may be wider.
     """
 
-    def __init__(self, model: Any, *, int8: bool = False, kind: type | None = None) -> None:
+    def __init__(
+        self, model: Any, *, int8: bool = False, kind: type | None = None, kernels: bool = True
+    ) -> None:
         self.kind = kind or kind_of_linear(model, int8)
         self.dtype = torch.float32 if self.kind is Int8Linear else model.dtype
         inner = model.model
@@ -99,17 +102,18 @@ class LeanForward:
         self._rotary = inner.rotary_emb
         layers = list(enumerate(inner.layers))
         head = int(inner.layers[0].self_attn.head_dim)
-        kernels: Any = None
-        if self.kind is not DenseLinear and native.serves(self.dtype, head):
-            kernels = native.load()
-            self._layers: list[Any] = [
-                NativeLayer(i, layer, self.kind, self.dtype, kernels) for i, layer in layers
-            ]
-        elif model.device.type == "cuda" and (kernels := gpu_kernels(self.dtype, head)) is not None:
-            self._layers = [TritonLayer(i, layer, self.kind, self.dtype, kernels) for i, layer in layers]
-        else:
+        compiled: Any = None
+        if kernels and self.kind is not DenseLinear and native.serves(self.dtype, head):
+            compiled = native.load()
+        elif kernels and self.kind is DenseLinear and model.device.type == "cuda":
+            compiled = gpu_kernels(self.dtype, head)
+        self.kernels = compiled
+        self._layers: list[Any]
+        if compiled is None:
             self._layers = [TorchLayer(i, layer, self.kind, self.dtype) for i, layer in layers]
-        self.kernels = kernels
+        else:
+            make = TritonLayer if model.device.type == "cuda" else NativeLayer
+            self._layers = [make(i, layer, self.kind, self.dtype, compiled) for i, layer in layers]
         # Its attention stops at a length that it reads on the device: one recording for any length.
         self.reads_length = isinstance(self._layers[0], TritonLayer)
         self._norm = Norm(inner.norm, self.dtype)

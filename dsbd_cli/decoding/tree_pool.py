@@ -75,6 +75,10 @@ class TreePool:
         self._tips: set[Node] = set()
         self._open: set[Node] = set()
 
+    def pointers(self) -> tuple[int, int]:
+        """Changes whenever a buffer is replaced by a larger one: recordings hold addresses."""
+        return self.cache.capacity, self.masks.table.data_ptr()
+
     # A new prompt.
 
     def shared_prefix(self, ids: Sequence[int]) -> list[int]:
@@ -150,7 +154,9 @@ class TreePool:
         place = {node: i for i, node in enumerate(nodes)}
         fresh = [node for node in nodes if node not in self._entries]
         slots = dict(zip(fresh, self._take(len(fresh)), strict=True))
-        mask_rows = self.masks.take(count)
+        open_rows = [self._entries[node].mask_row if node in self._open else 0 for node in nodes]
+        new_rows = iter(self.masks.take(open_rows.count(0)))
+        mask_rows = [row or next(new_rows) for row in open_rows]
         inside = np.zeros((count, count), dtype=bool)
         base: list[int] = []
         for i, (node, mask_row) in enumerate(zip(nodes, mask_rows, strict=True)):
@@ -171,13 +177,46 @@ class TreePool:
             self._open.add(node)
         return Plan(
             [node.token for node in nodes],
-            [len(self.prompt) - 1 + node.depth for node in nodes],
+            [self.position(node) for node in nodes],
             [self._entries[node].slot for node in nodes],
             mask_rows,
             base,
             inside,
             self.slots.used,
         )
+
+    def reserve(self, count: int) -> tuple[list[int], list[int]]:
+        """Slots and mask rows for `count` nodes that are only known once they are computed."""
+        return self._take(count), self.masks.take(count)
+
+    def adopt(self, node: Node, slot: int, mask_row: int) -> None:
+        """Enter a node computed in a reserved slot; its parent is entered already."""
+        assert node.parent is not None
+        self._entries[node] = _Entry(slot, mask_row=mask_row)
+        self._entries[node.parent].children += 1
+        self._tips.discard(node.parent)
+        self._tips.add(node)
+        self._open.add(node)
+
+    def release(self, slots: Iterable[int], mask_rows: Iterable[int]) -> None:
+        """Give back what was reserved for nodes that came to nothing."""
+        self.slots.give(slots)
+        self.masks.give(mask_rows)
+
+    def withdraw(self, nodes: Sequence[Node]) -> None:
+        """Take planned nodes (parents first) out again, as if they had never been computed."""
+        for node in reversed(nodes):
+            if self._entries[node].children == 0:
+                self.slots.give([self._remove(node)])
+        self._tips = {node for node, entry in self._entries.items() if entry.children == 0}
+
+    def position(self, node: Node) -> int:
+        """The position of a node's token."""
+        return len(self.prompt) - 1 + node.depth
+
+    def mask_row(self, node: Node) -> int:
+        """The mask row of a computed node."""
+        return self._open_row(node)
 
     def retain(self, leaves: Iterable[Node]) -> set[Node]:
         """Free every node that is neither one of `leaves` nor above one; the nodes that may go on growing.
@@ -195,11 +234,9 @@ class TreePool:
         for tip in self._tips - keep:
             node = tip
             while node not in keep and self._entries[node].children == 0:
-                self._close(node)
-                freed.append(self._entries.pop(node).slot)
+                freed.append(self._remove(node))
                 assert node.parent is not None
                 node = node.parent
-                self._entries[node].children -= 1
         self.slots.give(freed)
         living = (self._tips & self._entries.keys()) | keep
         self._tips = {node for node in living if self._entries[node].children == 0}
@@ -223,6 +260,13 @@ class TreePool:
             self.masks.show(entry.mask_row, torch.tensor(slots, device=self.device))
             self._open.add(node)
         return entry.mask_row
+
+    def _remove(self, node: Node) -> int:
+        """Take a childless node out; its slot, to be given back."""
+        self._close(node)
+        assert node.parent is not None
+        self._entries[node.parent].children -= 1
+        return self._entries.pop(node).slot
 
     def _close(self, node: Node) -> None:
         """Give back a node's mask row; its keys and values stay."""

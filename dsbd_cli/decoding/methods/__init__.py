@@ -71,7 +71,12 @@ def start(
     elif draft is not None and settings.method in DRAFTING:
         distinct = takes_most_probable(settings)
         draft_width = 1 if one_beam else settings.draft_width
-        proposer = DraftModelProposer(draft, trie, warp, draft_width, draft_chance, distinct)
+        # On a GPU the whole iteration runs in one recording, where the pair allows it.
+        recorded = getattr(target, "device_proposer", None)
+        if recorded is not None:
+            proposer = recorded(draft, trie, warp, draft_width, draft_chance, distinct, gamma, width)
+        if proposer is None:
+            proposer = DraftModelProposer(draft, trie, warp, draft_width, draft_chance, distinct)
     widths: WidthRule = FixedWidth(width)
     if settings.method == "dsbd" and not settings.deterministic:
         widths = width_rule(width, settings.min_width, settings.threshold)

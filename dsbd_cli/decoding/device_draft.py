@@ -1,0 +1,195 @@
+"""A proposer whose draft steps and target call run on the device in one go (`device_loop`).
+
+It proposes what `DraftModelProposer` proposes; where the loop has no place for an iteration (behind
+the prompt, near the end of the budget or of the draft's context) it is that proposer.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from dsbd_cli.decoding.chance import Chance, SeededChance
+from dsbd_cli.decoding.device_loop import DeviceLoop
+from dsbd_cli.decoding.device_request import Answer, Layer, Request, Reserved
+from dsbd_cli.decoding.forest import DraftLayer, DraftModelProposer, Forest, draft_room
+from dsbd_cli.decoding.law import Support, Warp
+from dsbd_cli.decoding.tree import Node, Trie
+
+if TYPE_CHECKING:
+    from dsbd_cli.decoding.runner import HfTreeModel
+
+
+class DeviceProposer:
+    """Drafts and verifies on the device; afterwards the target knows the whole forest.
+
+    Args:
+        target, draft: recorded, on one device.
+        trie, warp, width, chance, distinct: as for `DraftModelProposer`.
+        gamma: layers a full iteration drafts.
+        beams: W, the most beams there can be.
+    """
+
+    def __init__(
+        self, target: HfTreeModel, draft: HfTreeModel, trie: Trie, warp: Warp, width: int, chance: SeededChance,
+        distinct: bool, gamma: int, beams: int,
+    ) -> None:  # fmt: skip
+        self.exhausted = False
+        self._host = DraftModelProposer(draft, trie, warp, width, chance, distinct)
+        self._target, self._draft, self._trie, self._chance = target, draft, trie, chance
+        self._width, self._gamma, self._distinct = width, gamma, distinct
+        self._loop: DeviceLoop | None = target.loop_with(
+            draft, width, gamma, beams, None if distinct else warp, sorted(trie.eos_ids)
+        )
+
+    @torch.inference_mode()
+    def propose(self, beams: list[Node], depth: int) -> Forest:
+        loop = self._loop
+        if (
+            loop is None
+            or depth < self._gamma
+            or draft_room(self._draft, beams) < depth
+            or not beams[0].depth
+        ):
+            return self._by_steps(beams, depth)
+        request = self._request(beams)
+        try:
+            if not loop.takes(request):
+                raise RuntimeError("more nodes than any recording has room for")
+            answer = loop.run(request)
+        except RuntimeError as error:
+            self._forget(request)
+            self._loop = None
+            self._target.stop_loops(str(error).splitlines()[0])
+            return self._by_steps(beams, depth)
+        self._draft.calls += self._gamma
+        self._target.calls += 1
+        forest = self._entered(beams, request, answer)
+        if not self._distinct:
+            # What the host would have drawn with, had it stopped drafting there.
+            self._chance.uniforms(len(forest.layers) * self._width)
+        return forest
+
+    def _by_steps(self, beams: list[Node], depth: int) -> Forest:
+        forest = self._host.propose(beams, depth)
+        self.exhausted = self._host.exhausted
+        return forest
+
+    def retain(self, leaves: list[Node]) -> None:
+        self._host.retain(leaves)
+
+    # Before and after the device's part.
+
+    def _request(self, beams: list[Node]) -> Request:
+        draft, target = self._draft.pool, self._target.pool
+        count = self._gamma * self._width
+        spaces = Reserved(*draft.reserve(count - self._width)), Reserved(*target.reserve(count))
+        drafted = draft.missing(beams)  # known beams too: their rows are needed there, anew
+        missed = target.missing([node for node in beams if not self._target.knows(node)])
+        self._missed, self._drafted = missed, drafted
+        target_plan = target.plan(missed)
+        place = {node: i for i, node in enumerate(drafted)}
+        if self._distinct:
+            uniforms = np.zeros((self._gamma, self._width))
+        else:
+            uniforms = self._chance.peek(self._gamma * self._width).reshape(self._gamma, self._width)
+        return Request(
+            draft.plan(drafted),
+            [place[node] for node in beams],
+            target_plan,
+            [target.mask_row(node) for node in beams],
+            [node.score for node in beams],
+            target.position(beams[0]),
+            *spaces,
+            uniforms,
+        )
+
+    def _forget(self, request: Request) -> None:
+        """Give back what was reserved; the planned nodes were not computed, so they go too."""
+        self._draft.pool.release(*request.draft_space)
+        self._target.pool.release(*request.target_space)
+        self._draft.withdraw(self._drafted)
+        self._target.withdraw(self._missed)
+
+    def _entered(self, beams: list[Node], request: Request, answer: Answer) -> Forest:
+        """The forest that came back; its nodes entered into both pools, the rest of the space given back."""
+        layers: list[DraftLayer] = []
+        offset = len(self._missed)
+        self._target.rows.put_best(self._missed, answer.rows, range(offset))
+        held: set[int] = set()  # places in the target's space that became nodes
+        parents: list[Node | None] = list(beams)
+        for depth, drafted in enumerate(answer.layers):
+            places = [i for i, parent in enumerate(parents) if parent is not None]
+            nodes = [parents[i] for i in places]
+            if not all(drafted.finite[i] for i in places):
+                raise self._draft.rows.fail(next(node for node in nodes if node is not None))
+            layer, new = self._layer(places, [node for node in nodes if node is not None], drafted)
+            layers.append(layer)
+            self._enter(depth, new, request, answer, offset, held)
+            # A draw that a stop string finishes the device does not see: drafting ends above its children.
+            stopped = any(node.finish == "stop" for node in layer.draws)
+            parents = [*new]
+            if stopped or not any(node is not None for node in parents):
+                break
+        space, small = request.target_space, request.draft_space
+        rest = [i for i in range(len(space.slots)) if i not in held]
+        self._target.pool.release([space.slots[i] for i in rest], [space.mask_rows[i] for i in rest])
+        rest = [i for i in rest if i < len(small.slots)]
+        self._draft.pool.release([small.slots[i] for i in rest], [small.mask_rows[i] for i in rest])
+        return Forest(layers)
+
+    def _layer(
+        self, places: list[int], parents: list[Node], drafted: Layer
+    ) -> tuple[DraftLayer, list[Node | None]]:
+        """A layer as the methods see it, and per draw the node that became a parent, or None."""
+        number = np.full(max(places) + 1, -1)
+        number[places] = np.arange(len(places))
+        inside = drafted.prob > 0
+        support = Support(
+            number[drafted.parent[inside]], drafted.token[inside], drafted.logp[inside], drafted.prob[inside]
+        )
+        draws = [
+            self._trie.child(parents[int(number[drafted.parent[i]])], int(drafted.token[i]))
+            for i in drafted.draws
+        ]
+        seen: set[Node] = set()
+        new: list[Node | None] = []
+        for node in draws:
+            new.append(None if node in seen or node.finish is not None else node)
+            seen.add(node)
+        return DraftLayer(parents, support, draws), new
+
+    def _enter(
+        self,
+        depth: int,
+        new: list[Node | None],
+        request: Request,
+        answer: Answer,
+        offset: int,
+        held: set[int],
+    ) -> None:
+        """Enter one layer's nodes where the device has put them."""
+        for i, node in enumerate(new):
+            if node is None:
+                continue
+            at = depth * self._width + i
+            held.add(at)
+            space, small = request.target_space, request.draft_space
+            self._target.pool.adopt(node, space.slots[at], space.mask_rows[at])
+            self._target.rows.put_best([node], answer.rows, [offset + at])
+            if depth + 1 < self._gamma:
+                self._draft.pool.adopt(node, small.slots[at], small.mask_rows[at])
+
+
+def device_proposer(
+    target: HfTreeModel, draft: HfTreeModel, trie: Trie, warp: Warp, width: int, chance: Chance,
+    distinct: bool, gamma: int, beams: int,
+) -> DeviceProposer | None:  # fmt: skip
+    """A `DeviceProposer` where both models can be recorded together; else None."""
+    if not isinstance(chance, SeededChance) or gamma < 1:
+        return None
+    if target.why_no_loop(draft, width if distinct else 1) is not None:
+        return None
+    return DeviceProposer(target, draft, trie, warp, width, chance, distinct, gamma, beams)

@@ -1,0 +1,254 @@
+"""One iteration's computing without the host: gamma draft steps, then the target over the whole forest.
+
+Recorded as one CUDA graph: the draft's draws feed its own next step and the target's verification
+where they are, so an iteration copies one block in and one block out, and waits once. What the host
+needs to know beforehand is only how many nodes there will be: slots and mask rows are reserved, and
+those of draws that came to nothing are given back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dsbd_cli.decoding.cuda_graph import Recorder, pad, seen_inside, slots_to_see
+from dsbd_cli.decoding.device_law import Drafted, best_layer, draft_layer
+from dsbd_cli.decoding.device_request import Answer, Layer, Request, Side
+from dsbd_cli.decoding.law import Warp
+from dsbd_cli.decoding.rows import Best, finite_rows, log_probabilities, pack, unpack
+
+# Fewer sizes than for single forwards: recording an iteration is dear, and padding it is not.
+_BUCKETS = (4, 8, 16, 32, 64)
+
+
+def _bucket(count: int) -> int | None:
+    return next((bucket for bucket in _BUCKETS if bucket >= count), None)
+
+
+@dataclass
+class _Recorded:
+    inputs: Tensor
+    staging: Tensor
+    packed: Tensor
+    logps: Tensor
+    landing: Tensor
+    replay: Callable[[], None]
+
+
+class DeviceLoop:
+    """Runs `Request`s for one pair and one way of drafting.
+
+    Args:
+        target, draft: both recorded on the same device.
+        width, gamma: W_S draws in each of gamma layers.
+        beams: at most so many beams at a time.
+        warp: T of the draft, or None: take the W_S most probable distinct continuations.
+        eos_ids: draws of these are finished, hence no parents.
+    """
+
+    def __init__(
+        self, target: Side, draft: Side, width: int, gamma: int, beams: int, warp: Warp | None,
+        eos_ids: list[int], device: torch.device,
+    ) -> None:  # fmt: skip
+        self.target, self.draft = target, draft
+        self.width, self.gamma, self.beams, self.warp = width, gamma, beams, warp
+        self._eos = torch.tensor(eos_ids, dtype=torch.long, device=device)
+        self._recorder = Recorder(device)
+        self._buckets: dict[tuple[int, int, int, int], _Recorded] = {}
+        self._pointers: tuple[Any, Any] = ((0, 0), (0, 0))
+
+    def takes(self, request: Request) -> bool:
+        """Whether there are buckets for a request of this size."""
+        plans = (request.draft, request.target)
+        return len(request.beams) <= self.beams and all(_bucket(len(plan)) for plan in plans)
+
+    def run(self, request: Request) -> Answer:
+        """One iteration on the device, one wait for it."""
+        pointers = self.target.pool.pointers(), self.draft.pool.pointers()
+        if pointers != self._pointers:
+            self._buckets.clear()
+            self._pointers = pointers
+        sizes = _bucket(len(request.draft)), _bucket(len(request.target))
+        assert sizes[0] is not None
+        assert sizes[1] is not None
+        seen = (
+            slots_to_see(self.draft.forward, request.draft.used, self.draft.pool),
+            slots_to_see(self.target.forward, request.target.used, self.target.pool),
+        )
+        key = (sizes[0], sizes[1], *seen)
+        packed = self._packed(request, sizes[0], sizes[1])
+        bucket = self._buckets.get(key)
+        if bucket is None:
+            bucket = self._buckets[key] = self._record(packed, key)
+        else:
+            bucket.staging.copy_(packed)
+            bucket.inputs.copy_(bucket.staging, non_blocking=True)
+            bucket.replay()
+        bucket.landing.copy_(bucket.packed, non_blocking=True)
+        self._recorder.wait()
+        return self._answer(bucket, len(request.target), sizes[1])
+
+    # In and out: one tensor each way.
+
+    def _packed(self, request: Request, draft_size: int, target_size: int) -> Tensor:
+        """Everything as one int64 vector; float64 by its bits."""
+        spare = self.beams - len(request.beams)
+        scores = np.array([*request.scores, *[-np.inf] * spare], dtype=np.float64)
+        parts = [
+            pad(request.draft, draft_size).numpy().ravel(),
+            pad(request.target, target_size).numpy().ravel(),
+            np.array([*request.beams, *[0] * spare]),
+            np.array([*request.beam_rows, *[0] * spare]),
+            scores.view(np.int64),
+            np.array([request.position]),
+            np.array(request.draft_space).ravel(),
+            np.array(request.target_space).ravel(),
+            np.ascontiguousarray(request.uniforms, dtype=np.float64).view(np.int64).ravel(),
+        ]
+        return torch.from_numpy(np.concatenate([part.astype(np.int64, copy=False) for part in parts]))
+
+    def _unpacked(self, inputs: Tensor, draft_size: int, target_size: int) -> list[Tensor]:
+        """Views of what `_packed` put together."""
+        deep, wide = self.gamma, self.width
+        sizes = [
+            (7, draft_size), (7, target_size), (self.beams,), (self.beams,), (self.beams,), (1,),
+            (2, deep - 1, wide), (2, deep, wide), (deep, wide),
+        ]  # fmt: skip
+        parts = inputs.split([int(np.prod(size)) for size in sizes])
+        return [part.view(size) for part, size in zip(parts, sizes, strict=True)]
+
+    def _answer(self, bucket: _Recorded, nodes: int, target_size: int) -> Answer:
+        host = bucket.landing.numpy()
+        layers, at = [], 0
+        for depth in range(self.gamma):
+            parents = self.beams if depth == 0 else self.width
+            size = self._support(parents)
+            end = at + 2 * (4 * size + self.width)
+            numbers = host[at:end].view(np.float64)
+            parent, token, logp, prob = numbers[: 4 * size].reshape(4, size).copy()
+            draws = numbers[4 * size :].astype(np.int64)
+            at = end + parents
+            layers.append(
+                Layer(parent.astype(np.int64), token.astype(np.int64), logp, prob, draws, host[end:at] > 0)
+            )
+        forest = self.gamma * self.width
+        rows = unpack(host[at:].reshape(target_size + forest, -1), bucket.logps, self.target.row_size)
+        # Without what was only padding.
+        keep = np.r_[:nodes, target_size : target_size + forest]
+        return Answer(layers, Best(*(part[keep] for part in rows)))
+
+    def _support(self, parents: int) -> int:
+        """Entries of a layer's support."""
+        return min(self.width if self.warp is None else self.warp.row_size, parents * self.draft.row_size)
+
+    # The recorded part.
+
+    def _record(self, packed: Tensor, key: tuple[int, int, int, int]) -> _Recorded:
+        inputs = packed.to(self._recorder.device, copy=True)
+        outputs, replay = self._recorder.record(lambda: self._steps(inputs, *key))
+        host = self._recorder.host
+        return _Recorded(inputs, host(packed), outputs[0], outputs[1], host(outputs[0]), replay)
+
+    def _steps(
+        self, inputs: Tensor, draft_size: int, target_size: int, draft_sees: int, target_sees: int
+    ) -> list[Tensor]:
+        draft_in, target_in, beams, beam_rows, scores, position, draft_space, target_space, uniforms = (
+            self._unpacked(inputs, draft_size, target_size)
+        )
+        parts: list[Tensor] = []
+        drafted: list[Drafted] = []
+        used = draft_in[6, :1]
+        logits = self._planned(self.draft, draft_in, draft_sees)[beams]
+        weights, parent_rows = scores.view(torch.float64), draft_in[3][beams]
+        for depth in range(self.gamma):
+            layer, finite = self._layer(logits, weights, uniforms[depth].view(torch.float64))
+            drafted.append(layer)
+            whole = [
+                layer.parent.double(),
+                layer.token.double(),
+                layer.logp,
+                layer.prob,
+                layer.draws.double(),
+            ]
+            parts += [torch.cat(whole).view(torch.float32), finite.float()]
+            weights = layer.scores.masked_fill(torch.isin(layer.token[layer.draws], self._eos), -torch.inf)
+            if depth + 1 < self.gamma:
+                slots, rows = draft_space[:, depth]
+                base = parent_rows[layer.parent[layer.draws]]
+                alone = torch.eye(self.width, dtype=torch.bool, device=inputs.device)
+                mask = self.draft.pool.masks.extend(base, rows, slots, alone)
+                where = (position + depth + 1).expand(self.width)
+                tokens = layer.token[layer.draws]
+                logits = self._forward(self.draft, tokens, where, slots, used, mask, draft_sees)
+                parent_rows = rows
+        logps = self._verify(target_in, drafted, beam_rows, position, target_space, target_sees)
+        parts.append(pack(logps, finite_rows(logps), self.target.row_size).flatten())
+        return [torch.cat(parts), logps]
+
+    def _planned(self, side: Side, inputs: Tensor, sees: int) -> Tensor:
+        """Forward what the host has planned; logits of all its nodes."""
+        ids, positions, slots, rows, base, bits, used = inputs
+        mask = side.pool.masks.extend(base, rows, slots, seen_inside(bits))
+        return self._forward(side, ids, positions, slots, used[:1], mask, sees)
+
+    def _forward(
+        self, side: Side, ids: Tensor, positions: Tensor, slots: Tensor, used: Tensor, mask: Tensor, sees: int
+    ) -> Tensor:
+        cache = side.pool.cache
+        cache.slots, cache.used, cache.length = slots, sees, used
+        return side.forward(cache, ids, positions, mask[:, :sees], 0)
+
+    def _layer(self, logits: Tensor, weights: Tensor, uniforms: Tensor) -> tuple[Drafted, Tensor]:
+        """Draft one layer on the parents' logits."""
+        logps = log_probabilities(logits, self.draft.vocab)
+        best = pack(logps, finite_rows(logps), self.draft.row_size)
+        fetched, size = best.shape[1] // 2, min(self.draft.row_size, self.draft.vocab)
+        values, ids = best[:, :size], best[:, fetched : fetched + size].contiguous().view(torch.int32).long()
+        if self.warp is None:
+            return best_layer(weights, ids, values, self.width), best[:, -1]
+        return draft_layer(weights, ids, values, self.warp, uniforms), best[:, -1]
+
+    def _verify(
+        self,
+        inputs: Tensor,
+        drafted: list[Drafted],
+        beam_rows: Tensor,
+        position: Tensor,
+        space: Tensor,
+        sees: int,
+    ) -> Tensor:
+        """The target over its missing beams and the forest, in one forward; their log-probabilities."""
+        ids, positions, slots, rows, base, bits, used = inputs
+        masks, device, wide = self.target.pool.masks, inputs.device, self.width
+        own = masks.extend(base, rows, slots, seen_inside(bits))
+        count = self.gamma * wide
+        inside = torch.zeros((count, count), dtype=torch.bool, device=device)
+        bases: list[Tensor] = []
+        tokens: list[Tensor] = []
+        wheres: list[Tensor] = []
+        for depth, layer in enumerate(drafted):
+            parent = layer.parent[layer.draws]
+            here = slice(depth * wide, (depth + 1) * wide)
+            if depth:
+                inside[here] = inside[(depth - 1) * wide : depth * wide][parent]
+            inside[here, here].fill_diagonal_(True)
+            bases.append((bases[-1] if depth else beam_rows)[parent])
+            tokens.append(layer.token[layer.draws])
+            wheres.append((position + depth + 1).expand(wide))
+        forest_slots, forest_rows = space[0].flatten(), space[1].flatten()
+        below = masks.extend(torch.cat(bases), forest_rows, forest_slots, inside)
+        logits = self._forward(
+            self.target,
+            torch.cat([ids, *tokens]),
+            torch.cat([positions, *wheres]),
+            torch.cat([slots, forest_slots]),
+            used[:1],
+            torch.cat([own, below]),
+            sees,
+        )
+        return log_probabilities(logits, self.target.vocab)

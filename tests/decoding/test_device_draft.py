@@ -1,0 +1,214 @@
+"""An iteration on the device is the iteration of the host: same draws, same tokens, nothing leaks.
+
+On a CPU nothing is recorded, but every step is the recorded one.
+"""
+
+from __future__ import annotations
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+
+from dsbd_cli.decoding.chance import SeededChance
+from dsbd_cli.decoding.device_draft import DeviceProposer
+from dsbd_cli.decoding.device_law import best_layer, draft_layer
+from dsbd_cli.decoding.law import Row, Warp, joint, most_probable
+from dsbd_cli.decoding.methods import decode, draft_warp, rows_needed, start
+from dsbd_cli.decoding.runner import HfTreeModel
+from dsbd_cli.decoding.tree import Node, Trie
+from dsbd_cli.errors import RunError
+from dsbd_cli.settings import Settings
+from tests.builders import VOCAB, rand
+
+PROMPT = [3, 4, 9, 10, 11]
+EOS = [5, 6, 7, 8]
+WAYS = {
+    "cover": {"verify": "cover", "threshold": None},
+    "cover-dynamic": {"verify": "cover", "threshold": 0.9},
+    "paper": {"verify": "paper"},
+    "continue": {"verify": "continue", "threshold": None},
+    "kv-one": {"verify": "cover", "kv": "one"},
+    "greedy": {"temperature": 0.0},
+    "speculative": {"method": "speculative"},
+    "deterministic": {"deterministic": True},
+}
+
+
+def settings_of(way: str, **more: object) -> Settings:
+    options = WAYS[way]
+    base = {} if "deterministic" in options else {"temperature": 1.0, "top_k": 10, "top_p": 0.9}
+    sizes = {"width": 4, "draft_width": 5, "gamma": 3}
+    return Settings(**(base | sizes | options | more))
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory):
+    """A target, and a draft that mostly agrees with it."""
+    target = rand(tmp_path_factory.mktemp("target"), initializer_range=0.3, num_key_value_heads=2)
+    draft = copy.deepcopy(target)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for weight in draft.parameters():
+            weight += 0.03 * torch.randn(weight.shape, generator=generator)
+    return target, draft
+
+
+def trees(pair, graphs):
+    return [
+        HfTreeModel(model, vocab_size=VOCAB, role=role, graphs=graphs)
+        for model, role in zip(pair, ("target", "draft"), strict=True)
+    ]
+
+
+def ends(budget, stop, eos):
+    def why(node: Node) -> str | None:
+        if node.token in eos:
+            return "eos"
+        if node.token in stop:
+            return "stop"
+        return "length" if node.depth >= budget else None
+
+    return why
+
+
+def begun(models, settings, seed, budget=30, stop=(), eos=EOS):
+    target, draft = models
+    trie = Trie(ends(budget, stop, eos), eos, budget)
+    target.prefill(PROMPT, trie.root, row_size=rows_needed(settings, len(eos)))
+    draft.prefill(PROMPT, trie.root, row_size=draft_warp(settings).row_size)
+    return start(settings, target, draft, trie, SeededChance(seed, 0), SeededChance(seed, 1))
+
+
+def told(models, settings, seed, **more):
+    """Everything that was decided, event by event, and the live slots at the end."""
+    run = begun(models, settings, seed, **more)
+    events = []
+    for event in decode(run, settings):
+        slots = getattr(event, "slots", None)
+        events.append([node.tokens() for node in (event.active if slots is None else slots)])
+        events.append(getattr(event, "verdicts", None))
+    live = [model.pool.slots.live for model in models]
+    return events, [node.tokens() for node in run.hypotheses.ranking()], models[0].calls, live
+
+
+@pytest.mark.parametrize("stop", [(), tuple(range(20, 120))])
+@pytest.mark.parametrize("way", WAYS)
+def test_the_device_decides_what_the_host_decides(pair, way, stop):
+    settings = settings_of(way)
+    device, host = trees(pair, True), trees(pair, None)
+    for seed in range(8):
+        got, wanted = (told(models, settings, seed, stop=stop) for models in (device, host))
+        if not stop:
+            assert got == wanted
+        elif way in ("cover", "deterministic"):
+            # Past a stop string the device drafts no further, where the host goes on from other
+            # parents: other forests, the same law, and here the same text.
+            assert got[1] == wanted[1]
+    assert not device[0].notes
+    loops = device[0]._loops.values()
+    assert loops
+    assert all(loop._buckets for loop in loops)
+
+
+def test_recordings_are_kept_from_prompt_to_prompt(pair):
+    models, settings = trees(pair, True), settings_of("cover")
+    for seed in range(6):
+        told(models, settings, seed)
+    (loop,) = models[0]._loops.values()
+    # Sizes: 4, 8 or 16 nodes of the draft and of the target, one number of slots.
+    assert len(loop._buckets) <= 9
+
+
+def test_nothing_leaks_from_what_was_reserved(pair):
+    models, settings = trees(pair, True), settings_of("paper")
+    run = begun(models, settings, 3, budget=60)
+    iterations = 0
+    for event in decode(run, settings):
+        if hasattr(event, "slots"):
+            continue
+        iterations += 1
+        known = [set(), set()]
+        for leaf in event.active:
+            for model, nodes in zip(models, known, strict=True):
+                node = leaf
+                while node.parent is not None:
+                    if node in model.pool:
+                        nodes.add(node)
+                    node = node.parent
+        for model, nodes in zip(models, known, strict=True):
+            assert model.pool.slots.live == len(PROMPT) + len(nodes)
+            rows = model.pool.masks.table.shape[0]
+            assert rows - 1 - len(model.pool.masks._free) == len(model.pool._open)
+    assert iterations > 5
+
+
+@pytest.mark.parametrize("who", [0, 1])
+def test_logits_that_are_not_finite_stop_the_run(pair, who):
+    models, settings = trees([copy.deepcopy(model) for model in pair], True), settings_of("cover")
+    told(models, settings, 0)
+    with torch.no_grad():
+        # Every token but those of the prompt breaks the model.
+        weight = models[who].model.model.embed_tokens.weight
+        weight[torch.isin(torch.arange(len(weight)), torch.tensor(PROMPT), invert=True)] = float("nan")
+    with pytest.raises(RunError, match=f"the {('target', 'draft')[who]} model"):
+        told(models, settings, 0)
+
+
+def test_what_cannot_be_recorded_is_drafted_step_by_step(pair, monkeypatch):
+    def broken(self, packed, key):
+        raise RuntimeError("no\nmore")
+
+    settings = settings_of("paper")
+    wanted = told(trees(pair, None), settings, 1)
+    monkeypatch.setattr("dsbd_cli.decoding.device_loop.DeviceLoop._record", broken)
+    models = trees(pair, True)
+    assert told(models, settings, 1) == wanted
+    assert models[0].notes == ["target: drafting step by step, an iteration cannot be recorded (no)"]
+    assert not isinstance(begun(models, settings, 1).proposer, DeviceProposer)
+
+
+def test_a_draft_at_the_end_of_its_context_is_noticed(pair):
+    settings, said = settings_of("cover"), []
+    for graphs in (True, None):
+        models = trees(pair, graphs)
+        models[1].max_positions = len(PROMPT) + 12
+        run = begun(models, settings, 0, budget=40, eos=[])
+        for _ in decode(run, settings):
+            pass
+        assert run.proposer is not None
+        assert run.proposer.exhausted
+        said.append([node.tokens() for node in run.hypotheses.ranking()])
+    assert said[0] == said[1]
+
+
+@pytest.mark.parametrize(
+    "warp",
+    [Warp(0.7, 6, 0.8), Warp(1.0, 3, 1.0), Warp(0.0, 6, 1.0), Warp(2.0, 9, 0.3), Warp(1.0, 5, 0.0)],
+)
+def test_the_law_on_the_device_is_the_law(warp):
+    rng = np.random.default_rng(0)
+    size = max(1, warp.row_size)
+    for trial in range(200):
+        parents = int(rng.integers(1, 6))
+        logps = torch.log_softmax(torch.tensor(3 * rng.normal(size=(parents, 50)), dtype=torch.float32), -1)
+        values, ids = torch.topk(logps, size)
+        scores = rng.normal(size=parents)
+        rows = [Row(i.numpy(), v.double().numpy()) for i, v in zip(ids, values, strict=True)]
+        law = joint(scores, rows, warp)
+        picks = SeededChance(trial, 0).picks(law.prob, 6)
+        # One place more, as where there are fewer beams than there may be.
+        wide = torch.tensor([*scores, -np.inf])
+        more = [torch.cat([part, part[:1]]) for part in (ids, values)]
+        got = draft_layer(wide, *more, warp, torch.tensor(SeededChance(trial, 0).peek(6)))
+        inside = got.prob > 0
+        assert np.allclose(got.prob[inside], law.prob, rtol=1e-12, atol=0)
+        assert np.array_equal(got.parent[inside], law.parent)
+        assert np.array_equal(got.token[inside], law.token)
+        assert np.array_equal(got.token[got.draws], law.token[picks])
+        first = [picks.index(pick) == i for i, pick in enumerate(picks)]
+        assert torch.isfinite(got.scores).tolist() == first
+        best = best_layer(wide, *more, size)
+        exact = joint(scores, rows, Warp(top_k=size))
+        assert np.array_equal(best.token, exact.token[most_probable(exact, size)])
