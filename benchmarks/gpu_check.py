@@ -86,6 +86,7 @@ def tree_model(way: str, model: Any, role: str = "target") -> HfTreeModel:
     """`model` run in one of the `WAYS`."""
     options, kernels = WAYS[way]
     os.environ["DSBD_NATIVE"] = "1" if kernels else "0"
+    os.environ["DSBD_DEVICE_LOOP"] = "1"  # what is checked here is not to be left out
     try:
         return HfTreeModel(model, vocab_size=model.config.vocab_size, role=role, **options)
     finally:
