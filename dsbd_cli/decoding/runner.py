@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -74,6 +75,8 @@ class HfTreeModel:
         self._graphs: GraphForward | None = None
         self._loops: dict[tuple[Any, ...], DeviceLoop] = {}
         self._no_loops: str | None = None
+        # Checked on the CPU against drafting step by step; asked for by name until a GPU has run it too.
+        self._may_loop = self.device.type != "cuda" or os.environ.get("DSBD_DEVICE_LOOP") == "1"
         self._record = self.device.type == "cuda" if graphs is None else graphs
         if self._record and (reason := why_not(module)):
             self._no_graphs(reason)
@@ -223,7 +226,9 @@ class HfTreeModel:
 
     def device_proposer(self, draft: Any, *how: Any) -> DeviceProposer | None:
         """A proposer that drafts and verifies in one recording, or None (`device_draft.device_proposer`)."""
-        return device_proposer(self, draft, *how) if isinstance(draft, HfTreeModel) else None
+        if not self._may_loop or not isinstance(draft, HfTreeModel):
+            return None
+        return device_proposer(self, draft, *how)
 
     def why_no_loop(self, draft: HfTreeModel, least: int) -> str | None:
         """What keeps this target and `draft` from being recorded as one; None where nothing does.
