@@ -17,6 +17,7 @@ EARLY_STOPPING = ("first", "heuristic", "never")
 KV_MODES = ("all", "one")
 ONE_BEAM_METHODS = ("multinomial", "speculative", "specinfer")
 DEFAULT_TREE = (2, 2, 1)
+MOST = 4096  # of anything that takes memory for each of them
 # Temperature has no meaning in the deterministic mode, nor has anything that acts through it.
 SAMPLING_ONLY = ("temperature", "top_k", "top_p", "threshold", "kv")
 
@@ -82,6 +83,9 @@ class Settings:
                           ("top_k", 0), ("max_new_tokens", 0), ("num_return", 1)):  # fmt: skip
             if getattr(self, name) < low:
                 raise UserError(f"{_option(name)} must be at least {low}, not {getattr(self, name)}")
+        for name in ("width", "draft_width", "gamma"):
+            if getattr(self, name) > MOST:
+                raise UserError(f"{_option(name)} must be at most {MOST}, not {getattr(self, name)}")
         if self.min_width > self.width:
             raise UserError(f"min-width {self.min_width} is above width {self.width}")
         if not (math.isfinite(self.temperature) and self.temperature >= 0):
@@ -90,10 +94,12 @@ class Settings:
             raise UserError(f"top-p must lie in 0..1 (1 = off), not {self.top_p}")
         if self.threshold is not None and not 0 < self.threshold <= 1:
             raise UserError(f"threshold must lie in (0, 1], or be `none`, not {self.threshold}")
-        if not math.isfinite(self.length_penalty):
-            raise UserError(f"length-penalty must be a finite number, not {self.length_penalty}")
+        if not -10 <= self.length_penalty <= 10:  # beyond, length ** alpha leaves the range of numbers
+            raise UserError(f"length-penalty must lie in -10..10, not {self.length_penalty}")
         if self.tree is not None and (not self.tree or min(self.tree) < 1):
             raise UserError("tree must be a list of positive numbers such as 2,2,1")
+        if self.tree is not None and math.prod(self.tree) > MOST:
+            raise UserError(f"tree must have at most {MOST} leaves, not {math.prod(self.tree)}")
         if any(not text for text in self.stop):
             raise UserError("stop must not be an empty string")
         if self.seed is not None and self.seed < 0:

@@ -180,9 +180,9 @@ def _paper_tables(run: Run, several: bool) -> str:
                 fixed(arm["score"]["value"]),
                 fixed(arm["perplexity"]["value"], 2),
                 number(arm["tokens_per_s"]["value"]),
-                "1 (base)" if name == run["baseline"] else interval(against.get("speed"), 2),
+                _ratio(against.get("speed"), name == run["baseline"]),
                 number(arm["joules_per_token"]["value"]),
-                "1 (base)" if name == run["baseline"] else interval(against.get("joules_per_token"), 2),
+                _ratio(against.get("joules_per_token"), name == run["baseline"]),
             ]
         )
     names = ["method", run["primary"][1], "perplexity", "tokens/s", "x speed", "J/token", "x J/token"]
@@ -217,6 +217,10 @@ def _paper_tables(run: Run, several: bool) -> str:
             memory,
         )
     return f"<h2>Cost at a quality{note}</h2>{one}{two}"
+
+
+def _ratio(entry: Mapping[str, Any] | None, base: bool) -> str:
+    return "1 (base)" if base and entry and entry["value"] is not None else interval(entry, 2)
 
 
 def on_front(arms: Mapping[str, Run]) -> set[str]:

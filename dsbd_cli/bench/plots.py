@@ -78,11 +78,9 @@ def pareto(plt: Any, arms: Mapping[str, Any], x: str, x_label: str, qualities: S
     qualities = [entry for entry in qualities if _tells_apart(usable, entry[0])]
     if not usable or not qualities:
         return None
-    figure, axes = plt.subplots(
-        1, len(qualities), figsize=(max(6.6, 5.6 * len(qualities)), 4.6), squeeze=False, layout="constrained"
-    )
+    figure, axes = _panels(plt, len(qualities), 4.5)
     labels: list[tuple[Any, list[tuple[Point, str]]]] = []
-    for axis, (quality, label) in zip(axes[0], qualities, strict=True):
+    for axis, (quality, label) in zip(axes, qualities, strict=True):
         groups: dict[str, list[Point]] = {}
         spots: list[tuple[Point, str]] = []
         for name, arm in usable.items():
@@ -110,6 +108,22 @@ def pareto(plt: Any, arms: Mapping[str, Any], x: str, x_label: str, qualities: S
     for axis, spots in labels:
         _labels(figure, axis, spots)
     return figure
+
+
+def _panels(plt: Any, count: int, height: float) -> tuple[Any, list[Any]]:
+    """A figure of `count` panels, two a row so that they stay readable on a page."""
+    columns, rows = min(2, count), (count + 1) // 2
+    figure, axes = plt.subplots(
+        rows,
+        columns,
+        figsize=(5.7 * columns if count > 1 else 6.8, height * rows),
+        squeeze=False,
+        layout="constrained",
+    )
+    every = list(axes.flat)
+    for spare in every[count:]:
+        spare.remove()
+    return figure, every[:count]
 
 
 def _tells_apart(arms: Mapping[str, Any], name: str) -> bool:
@@ -196,10 +210,8 @@ def widths(plt: Any, arms: Mapping[str, Any], panels: Sequence[tuple[str, str]])
     panels = [entry for entry in panels if _tells_apart(usable, entry[0])]
     if len(usable) < 2 or not panels:
         return None
-    figure, axes = plt.subplots(
-        1, len(panels), figsize=(4.2 * len(panels), 3.8), squeeze=False, layout="constrained"
-    )
-    for axis, (name, label) in zip(axes[0], panels, strict=True):
+    figure, axes = _panels(plt, len(panels), 3.7)
+    for axis, (name, label) in zip(axes, panels, strict=True):
         for arm in usable.values():
             if value(arm, name) is not None:
                 group = family(arm["method"])
@@ -236,12 +248,10 @@ def ablation(plt: Any, arms: Mapping[str, Any], setting: str, panels: Sequence[t
     if not lines or not panels:
         return None
     order = sorted(values, key=lambda v: (v is None, str(type(v)), v if v is not None else 0))
-    figure, axes = plt.subplots(
-        1, len(panels), figsize=(4.2 * len(panels), 3.8), squeeze=False, layout="constrained"
-    )
+    figure, axes = _panels(plt, len(panels), 3.7)
     shades = plt.get_cmap("viridis")
     many = len(lines) > 6
-    for axis, (name, label) in zip(axes[0], panels, strict=True):
+    for axis, (name, label) in zip(axes, panels, strict=True):
         for number, (line, points) in enumerate(lines.items()):
             spots = sorted(
                 (order.index(v), value(arm, name)) for v, arm in points if value(arm, name) is not None
@@ -254,7 +264,7 @@ def ablation(plt: Any, arms: Mapping[str, Any], setting: str, panels: Sequence[t
         axis.set_xticks(range(len(order)), [_word(v) for v in order])
         axis.set_xlabel(setting.replace("_", "-"))
         axis.set_ylabel(label)
-    handles, labels = axes[0][0].get_legend_handles_labels()
+    handles, labels = axes[0].get_legend_handles_labels()
     if len(labels) > 1:
         figure.legend(
             handles[:12], labels[:12], loc="outside lower center", ncols=2, frameon=False, fontsize=7.5
