@@ -179,7 +179,7 @@ options = st.lists(
 )  # fmt: skip
 
 
-@cases(2500)
+@cases(800)
 @given(
     options, st.one_of(st.binary(max_size=10), st.text(max_size=10).map(lambda text: text.encode("utf-8")))
 )
