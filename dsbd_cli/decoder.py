@@ -94,7 +94,7 @@ class Decoder:
         budget, more = self._budget(len(ids), settings.max_new_tokens)
         drafting = settings.method in DRAFTING
         if drafting and self.draft is None:
-            raise UserError(f"{settings.method} needs a draft model: give --draft, or --method beam")
+            raise UserError(f"method {settings.method} needs a draft model: give --draft, or --method beam")
         self.target.require_tree()
         draft = self.draft if drafting else None
         limit = draft.max_positions if draft is not None else None

@@ -25,7 +25,7 @@ def encode(
     """
     if isinstance(prompt, str):
         if not prompt and not settings.system:
-            return [_bos(tokenizer)], []
+            return [_bos(tokenizer)], ["the prompt is empty: the target starts from its BOS token"]
         if settings.raw or not tokenizer.chat_template:
             if settings.system and settings.raw:
                 raise UserError("--system has no place in a raw prompt: leave out one of --system and --raw")

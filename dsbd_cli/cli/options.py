@@ -87,7 +87,12 @@ PARAMETERS = [
         Flag, "--raw/--chat", help="Give the prompt as it is, without the chat template.", panel=SAMPLING
     ),
     _option(Int, "--seed", help="Same seed, same text; drawn and reported when not given.", panel=SAMPLING),
-    _option(Int, "--num-return", help="How many of the best beams to return.", panel=SAMPLING),
+    _option(
+        Int,
+        "--num-return",
+        help="How many of the best beams to return, as JSON strings; fewer if fewer are distinct.",
+        panel=SAMPLING,
+    ),
 ]
 # Names people know from other tools; each would change the law, so it is refused by name.
 REFUSED = {
@@ -152,7 +157,7 @@ class Chosen:
 
         need_draft = settings.method in DRAFTING
         if need_draft and spec.draft is None:
-            raise UserError(f"{settings.method} needs a draft model: give --draft, or --method beam")
+            raise UserError(f"method {settings.method} needs a draft model: give --draft, or --method beam")
         wanted = need_draft or (every_method and spec.draft is not None)
         with TerminalProgress() as progress:
             pair = load_pair(spec, need_draft=wanted, progress=progress)
