@@ -15,7 +15,7 @@ import yaml
 
 from dsbd_cli.errors import UserError
 from dsbd_cli.loading.spec import SPEC_FIELDS, PairSpec
-from dsbd_cli.settings import FIELDS, SAMPLING_ONLY, Settings, near
+from dsbd_cli.settings import FIELDS, MOST, SAMPLING_ONLY, Settings, near
 from dsbd_cli.strict_yaml import read_mapping, refuse
 
 DEFAULT_PRESET = "smol"
@@ -165,7 +165,7 @@ def _sweep(path: Path, value: Any, lines: dict[str, int]) -> dict[str, Any]:
     """Checked for names and types; which values make sense together is the bench's affair."""
     if value is None:
         return {}
-    loose: dict[str, Any] = {"width": 10**6, "method": "specinfer"}
+    loose: dict[str, Any] = {"width": MOST, "method": "specinfer"}
     if not isinstance(value, dict):
         refuse(path, lines["sweep"], "sweep must hold `setting: [values]` lines")
     for key, choices in value.items():
