@@ -20,7 +20,7 @@ from dsbd_cli.decoding.methods import DRAFTING
 from dsbd_cli.errors import UserError
 from dsbd_cli.loading import LoadedModel, Pair
 from dsbd_cli.result import Result
-from dsbd_cli.settings import ONE_BEAM_METHODS, Settings
+from dsbd_cli.settings import DEFAULTS, ONE_BEAM_METHODS, Settings
 
 # What transformers puts into its lists for settings that are honoured here; anything else changes the law.
 _KNOWN_PROCESSORS = {"TemperatureLogitsWarper", "TopKLogitsWarper", "TopPLogitsWarper"}
@@ -39,10 +39,10 @@ def generate(
     draft_model: Any = None,
     method: str = "dsbd",
     width: int = 4,
-    draft_width: int = 4,
-    gamma: int = 3,
-    verify: str = "cover",
-    threshold: float | None = 0.9,
+    draft_width: int = DEFAULTS["draft_width"],
+    gamma: int = DEFAULTS["gamma"],
+    verify: str = DEFAULTS["verify"],
+    threshold: float | None = DEFAULTS["threshold"],
     min_width: int | None = None,
     tree: tuple[int, ...] | None = None,
     kv: str = "all",
