@@ -151,8 +151,12 @@ def test_at_a_terminal(chatty: str, tmp_path: Path) -> None:
     terminal.send(b"/compare\r")
     assert terminal.until(lambda output: "┌".encode() in output and output.endswith(b"> "), 60)
     mark = len(terminal.output)
-    terminal.send(b"half a line\x03")
-    assert terminal.until(lambda output: output[mark:].endswith(b"\n> "), 60)
+    # A terminal drops what is under way when Ctrl-C comes, at times the new prompt too: press it again.
+    assert any(
+        terminal.send(b"half a line\x03")
+        or terminal.until(lambda output: output[mark:].endswith(b"\n> "), 12)
+        for _ in range(5)
+    )
     terminal.send(b"\x04")
     code = terminal.finish()
     assert code == 0, terminal.text
