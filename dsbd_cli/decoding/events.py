@@ -58,13 +58,9 @@ class Notice:
 
 @dataclass(frozen=True)
 class Text:
-    """Confirmed text: `new` extends everything confirmed before and is never taken back.
-
-    `tentative` is what the currently best beam says after the confirmed part; it may change.
-    """
+    """Confirmed text: `new` extends everything confirmed before and is never taken back."""
 
     new: str
-    tentative: str = ""
 
 
 @dataclass(frozen=True)

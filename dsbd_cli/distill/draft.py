@@ -129,7 +129,8 @@ def dequantise(packed: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     }
 
 
-def _write_json(path: Path, value: Any) -> None:
+def write_json(path: Path, value: Any) -> None:
+    """Write `value` as JSON, whole or not at all."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     temporary.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
     os.replace(temporary, path)
@@ -149,7 +150,7 @@ def save_draft(draft: Any, folder: Path, share_embeddings: bool, tokenizer: Any 
     config = draft.config.to_dict()
     for name in ("_name_or_path", "_model_name_or_path"):  # a path of the machine it was made on
         config.pop(name, None)
-    _write_json(folder / "config.json", {**config, "architectures": [type(draft).__name__], SHARED_KEY: True})
+    write_json(folder / "config.json", {**config, "architectures": [type(draft).__name__], SHARED_KEY: True})
 
 
 def load_shared_draft(folder: Path, target: Any) -> Any:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
 import platform
 import sys
 import time
@@ -76,12 +74,6 @@ def watch_sets(paths: dict[str, Path]) -> dict[str, shards.Sequences]:
     return found
 
 
-def write_json(path: Path, value: Any) -> None:
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
-    os.replace(temporary, path)
-
-
 def distill(
     target: Any, tokenizer: Any, ends: Sequence[int], options: DistillOptions, world: World,
     console: Console | None, command: Sequence[str] = (),
@@ -145,7 +137,7 @@ def distill(
             "sampling": asdict(options.sample), "training": asdict(options.train), "result": result,
             **facts, "seconds": round(time.time() - began, 1),
         }  # fmt: skip
-        write_json(options.out / "provenance.json", record)
+        drafts.write_json(options.out / "provenance.json", record)
         log.write("done", seconds=record["seconds"])
         facts = record
     world.wait()
