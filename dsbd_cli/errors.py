@@ -1,8 +1,9 @@
-"""The two ways a run can end badly, and nothing else.
+"""The ways a run can end early, and nothing else.
 
 A `UserError` is something the user can mend (a wrong option, file, pair): the command line
 prints it as one line and exits 2. A `RunError` is a run that broke (non-finite logits, a
-full disk): one line, exit 1. Neither ever shows a traceback.
+full disk): one line, exit 1. `Stopped` is Ctrl-C with something to say about it: exit 130. None
+ever shows a traceback.
 """
 
 from __future__ import annotations
@@ -27,3 +28,9 @@ class RunError(DsbdError):
     """The run itself failed: non-finite logits, out of memory, full disk. Exit code 1."""
 
     exit_code = 1
+
+
+class Stopped(DsbdError):
+    """Ctrl-C, with how far the run was. Exit code 130."""
+
+    exit_code = 130

@@ -15,6 +15,7 @@ METHODS = ("dsbd", "beam", "speculative", "specinfer", "multinomial")
 VERIFY_RULES = ("paper", "continue", "cover")
 EARLY_STOPPING = ("first", "heuristic", "never")
 KV_MODES = ("all", "one")
+DRAFTING = ("dsbd", "speculative", "specinfer")
 ONE_BEAM_METHODS = ("multinomial", "speculative", "specinfer")
 DEFAULT_TREE = (2, 2, 1)
 MOST = 4096  # of anything that takes memory for each of them

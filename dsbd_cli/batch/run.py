@@ -13,7 +13,7 @@ from dsbd_cli.batch.items import Item, item_seed, read_items
 from dsbd_cli.batch.progress import BatchProgress
 from dsbd_cli.batch.shard import Shard
 from dsbd_cli.batch.store import Store
-from dsbd_cli.errors import UserError
+from dsbd_cli.errors import Stopped, UserError
 from dsbd_cli.result import Result
 from dsbd_cli.settings import Settings
 from dsbd_cli.version import __version__
@@ -104,17 +104,25 @@ def run_file(chosen: Chosen, source: Path, output: Path, tell: Tell, *, bar: boo
         if resumed := sum(item.index in done for item in mine):
             tell(f"{resumed} of {len(mine)} prompts are done already: going on")
         refused = 0
-        with BatchProgress(len(mine), resumed, tell, bar=bar) as progress:
-            for item in mine:
-                if item.index in done:
-                    if shard.world == 1 and (kept := store.kept(item.index)) and item.index >= store.whole:
-                        store.add_line(kept)
-                    continue
-                record, result = decode_item(decoder, settings, seed, item)
-                store.add(item.index, record)
-                refused += result is None
-                results += [] if result is None else [result]
-                progress.step(result)
+        try:
+            with BatchProgress(len(mine), resumed, tell, bar=bar) as progress:
+                for item in mine:
+                    if item.index in done:
+                        if (
+                            shard.world == 1
+                            and (kept := store.kept(item.index))
+                            and item.index >= store.whole
+                        ):
+                            store.add_line(kept)
+                        continue
+                    record, result = decode_item(decoder, settings, seed, item)
+                    store.add(item.index, record)
+                    refused += result is None
+                    results += [] if result is None else [result]
+                    progress.step(result)
+        except KeyboardInterrupt:
+            there = f"{resumed + refused + len(results)} of {len(mine)} prompts"
+            raise Stopped(f"stopped with {there}; the same command goes on") from None
         store.finish()
         if not seed_given and shard.rank == 0:
             tell(f"seed {seed}")

@@ -19,7 +19,7 @@ from dsbd_cli.bench.score import PRIMARY, Scorer
 from dsbd_cli.bench.scoring.mt_bench import Judge
 from dsbd_cli.bench.store import Store
 from dsbd_cli.bench.world import World
-from dsbd_cli.errors import UserError
+from dsbd_cli.errors import Stopped, UserError
 from dsbd_cli.version import __version__
 
 
@@ -219,8 +219,8 @@ def _measure(
 
                 runner.run(todo, write, progress, {"session": number, "rank": world.rank})
     except KeyboardInterrupt:
-        tell(f"stopped with {len(done) + written} of {len(plan.jobs())} answers; the same command goes on")
-        raise
+        there = f"{len(done) + written} of {len(plan.jobs())} answers"
+        raise Stopped(f"stopped with {there}; the same command goes on") from None
     _merge(world, store, results, written)
 
 

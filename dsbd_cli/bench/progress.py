@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from dsbd_cli.tally import ratio
+from dsbd_cli.ui import waiting
 
 EVERY_S = 30.0
 _ROWS = 14
@@ -46,8 +47,9 @@ class Screen:
 def tell(line: str) -> None:
     """One notice on stderr, if anyone still reads it."""
     screen = Screen()
-    screen.write(f"dsbd: {line}\n")
-    screen.flush()
+    with waiting.above():
+        screen.write(f"dsbd: {line}\n")
+        screen.flush()
 
 
 class Figures:
@@ -105,6 +107,7 @@ class BenchProgress:
 
     def __enter__(self) -> BenchProgress:
         screen = Screen()
+        waiting.ready()
         if self._visible and screen.isatty():
             from rich.console import Console
             from rich.live import Live

@@ -10,6 +10,7 @@ from typer.core import TyperGroup
 
 from dsbd_cli.cli.options import Chosen, decoding_options
 from dsbd_cli.cli.output import Out
+from dsbd_cli.ui import waiting
 
 DATA, RUN, JUDGE = "Data and methods", "Run", "MT-Bench judge"
 
@@ -142,6 +143,8 @@ def run(
     from dsbd_cli.bench.command import run_bench
     from dsbd_cli.bench.plan import Options, make_plan
     from dsbd_cli.bench.world import is_first_here
+    from dsbd_cli.loading import early
+    from dsbd_cli.loading.source import parse_source
 
     options = Options(
         dataset=dataset,
@@ -160,7 +163,13 @@ def run(
         sql_timeout=sql_timeout,
         tensor_parallel=tensor_parallel,
     )
-    folder = run_bench(make_plan(options, chosen))
+    spec, _ = chosen.resolve()
+    parse_source(spec.target, "target")  # a mistyped path is a worse fault than a missing draft
+    plan = make_plan(options, chosen)
+    draft = any(arm.needs_draft for arm in plan.arms)
+    early.look(spec, need_draft=draft)
+    waiting.waiting(Chosen.what(spec, draft))
+    folder = run_bench(plan)
     if is_first_here():
         show(folder)
 
@@ -196,6 +205,7 @@ def judge(
 
 def show(folder: Path) -> None:
     """The table on stdout, and where the rest is."""
+    waiting.ready()
     from dsbd_cli.bench.table import summary_text
 
     Out().write(summary_text(folder))

@@ -14,11 +14,11 @@ from dsbd_cli.cli.generate import plain, stdin_lines
 from dsbd_cli.cli.options import Chosen, decoding_options, parse_setting
 from dsbd_cli.cli.output import Out, note
 from dsbd_cli.errors import UserError
-from dsbd_cli.settings import FIELDS, METHODS, near
+from dsbd_cli.settings import DRAFTING, FIELDS, METHODS, near
 from dsbd_cli.tally import ratio
 from dsbd_cli.ui.look import is_terminal, unicode_terminal
 from dsbd_cli.ui.safe import visible
-from dsbd_cli.ui.summary import number, summary
+from dsbd_cli.ui.summary import number, room, summary
 
 if TYPE_CHECKING:
     from dsbd_cli.decoder import Decoder
@@ -138,7 +138,7 @@ class Session:
         self.messages = [*asked, {"role": "assistant", "content": result.text}]
         self.last = result
         if not self.quiet:
-            note(summary(result))
+            note(summary(result, room()))
 
     def _kept(self, messages: list[dict[str, str]], said: list[str]) -> Iterator[Any]:
         """The turn's events, its text noted down as it comes."""
@@ -178,8 +178,6 @@ class Session:
             note(f"{name} = {values[name]}")
 
     def _change(self, given: dict[str, Any]) -> None:
-        from dsbd_cli.decoding.methods import DRAFTING
-
         settings = self.settings.merged(given)
         if settings.raw or settings.num_return > 1:
             raise UserError("raw and num_return have no place in a chat")

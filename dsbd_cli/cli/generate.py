@@ -77,8 +77,10 @@ def generate(
         refuse = {"a PROMPT": prompt is not None, "--trace": trace is not None, "--show-tokens": show_tokens}
         many(chosen, lines, input, output, tell, json=json, stats=stats, quiet=quiet, refuse=refuse)
         return
+    # Before stdin is read: whoever types a prompt there should not do so in vain.
+    chosen.check()
     text = read_prompt(prompt)
-    decoder = chosen.load()
+    decoder = chosen.load(quiet=quiet)
     for line in decoder.pair.notes:
         tell(line)
     settings = decoder.settings

@@ -15,6 +15,7 @@ from typing import Annotated
 import typer
 
 from dsbd_cli.errors import DsbdError
+from dsbd_cli.ui.waiting import ready
 from dsbd_cli.version import __version__
 
 app = typer.Typer(
@@ -68,7 +69,10 @@ def run(arguments: Sequence[str] | None = None) -> int:
     try:
         refuse_known(arguments)
         _mount_once()
-        code = app(arguments, standalone_mode=False, prog_name="dsbd")
+        try:
+            code = app(arguments, standalone_mode=False, prog_name="dsbd")
+        finally:
+            ready()
         if sys.stdout is not None:
             sys.stdout.flush()
         if code == 130:  # how typer hands on Ctrl-C

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from dsbd_cli.errors import UserError
-from dsbd_cli.settings import FIELDS, KINDS, Settings
+from dsbd_cli.settings import DRAFTING, FIELDS, KINDS, Settings
+from dsbd_cli.ui import waiting
 
 if TYPE_CHECKING:
     from dsbd_cli.decoder import Decoder
@@ -140,28 +141,59 @@ class Chosen:
                 base = base.replace(draft=None)
         return base.replace(**self.spec), settings.merged(self.settings)
 
-    def load(self, *, every_method: bool = False, **spec_fields: Any) -> Decoder:
+    def check(self, *, every_method: bool = False) -> None:
+        """Refuse what can be known without torch, whose import takes seconds: settings, paths, files.
+
+        Raises:
+            UserError: as `load`, for all that is told by names, files and settings alone.
+        """
+        from dsbd_cli.loading import early
+        from dsbd_cli.loading.source import parse_source
+
+        spec, settings = self.resolve()
+        parse_source(spec.target, "target")  # a mistyped path is a worse fault than a missing draft
+        early.look(spec, need_draft=_wants_draft(spec, settings, every_method))
+
+    def load(self, *, every_method: bool = False, quiet: bool = False, **spec_fields: Any) -> Decoder:
         """The decoder with these settings; loads the pair.
 
         Args:
             every_method: load a draft where one is named, though the method does not need it.
+            quiet: say nothing about the wait.
             spec_fields: used where the pair's own are still `auto`.
         """
+        self.check(every_method=every_method)
         spec, settings = self.resolve()
         free = {name: value for name, value in spec_fields.items() if getattr(spec, name) == "auto"}
         spec = spec.replace(**free)
-        from dsbd_cli.decoder import Decoder
-        from dsbd_cli.decoding.methods import DRAFTING
-        from dsbd_cli.loading import load_pair
-        from dsbd_cli.loading.progress import TerminalProgress
+        wanted = _wants_draft(spec, settings, every_method)
+        if not quiet:
+            waiting.waiting(self.what(spec, wanted))
+        try:
+            from dsbd_cli.decoder import Decoder
+            from dsbd_cli.loading import load_pair
+            from dsbd_cli.loading.progress import TerminalProgress
 
-        need_draft = settings.method in DRAFTING
-        if need_draft and spec.draft is None:
-            raise UserError(f"method {settings.method} needs a draft model: give --draft, or --method beam")
-        wanted = need_draft or (every_method and spec.draft is not None)
-        with TerminalProgress() as progress:
-            pair = load_pair(spec, need_draft=wanted, progress=progress)
-        return Decoder(pair, settings)
+            with TerminalProgress() as progress:
+                pair = load_pair(spec, need_draft=wanted, progress=progress)
+            return Decoder(pair, settings)
+        finally:
+            waiting.ready()
+
+    @staticmethod
+    def what(spec: Any, draft: bool) -> str:
+        """What a loading line says: the models by their short names."""
+        from dsbd_cli.loading.source import parse_source
+
+        texts = [spec.target, *([spec.draft] if draft and spec.draft else [])]
+        return "loading " + " + ".join(parse_source(text).name for text in texts)
+
+
+def _wants_draft(spec: Any, settings: Settings, every_method: bool) -> bool:
+    """Whether a draft is to be loaded. Raises UserError where one is needed and none is named."""
+    if settings.method in DRAFTING and spec.draft is None:
+        raise UserError(f"method {settings.method} needs a draft model: give --draft, or --method beam")
+    return settings.method in DRAFTING or (every_method and spec.draft is not None)
 
 
 def decoding_options(command: Callable[..., Any]) -> Callable[..., Any]:

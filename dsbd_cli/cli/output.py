@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 
 from dsbd_cli.errors import RunError
+from dsbd_cli.ui import waiting
 
 
 class Out:
@@ -24,4 +25,5 @@ class Out:
 def note(line: str) -> None:
     """A note for the person at the terminal; never on stdout."""
     if sys.stderr is not None:  # print() would take None for stdout
-        print(f"dsbd: {line}", file=sys.stderr, flush=True)
+        with waiting.above():
+            print(f"dsbd: {line}", file=sys.stderr, flush=True)

@@ -71,9 +71,12 @@ def converted(source: Source, role: str, cache: Path, progress: Progress) -> tup
 
 def check_magic(path: Path, role: str) -> None:
     """Raise unless `path` begins like a GGUF file."""
-    size = path.stat().st_size
-    with path.open("rb") as file:
-        head = file.read(24)
+    try:
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            head = file.read(24)
+    except OSError as error:
+        raise UserError(f"{role} {path} cannot be read ({error.strerror})") from None
     if size == 0:
         raise UserError(f"{role} {path} is empty (0 bytes): an unfinished download. Fetch it again")
     if head.startswith(b"version https://git-lfs"):
@@ -83,30 +86,57 @@ def check_magic(path: Path, role: str) -> None:
         raise UserError(f"{role} {path} ({size:,} bytes) is not a GGUF file")
 
 
+def check_file(path: Path, role: str, cache: Path) -> None:
+    """Raise unless `path` is converted already, or can be as far as is known without transformers."""
+    check_magic(path, role)
+    if not gguf_cache.folder_of_file(path, cache).is_dir():
+        parse(path, role)
+
+
 def read_facts(path: Path, role: str) -> GgufFacts:
-    """Parse metadata and the tensor table.
+    """Metadata and the tensor table of a file that transformers can read.
 
     Raises:
-        UserError: cut short, damaged, split over files, or of an unknown architecture.
+        UserError: as `parse`, or of an architecture that transformers does not know.
     """
-    from gguf import GGUFReader
     from transformers.modeling_gguf_pytorch_utils import GGUF_SUPPORTED_ARCHITECTURES
 
+    facts = parse(path, role)
+    if facts.architecture not in GGUF_SUPPORTED_ARCHITECTURES:
+        raise UserError(f"{role} {path}: the installed transformers cannot read GGUF files of architecture "
+                        f"{facts.architecture!r}; use the model's Hugging Face folder")  # fmt: skip
+    return facts
+
+
+def parse(path: Path, role: str) -> GgufFacts:
+    """Metadata and the tensor table; a large file is parsed once though it is asked for twice.
+
+    Raises:
+        UserError: cut short, damaged, split over files, or of an architecture that nobody knows.
+    """
     check_magic(path, role)
+    found = path.stat()
+    return _parse(path, role, found.st_size, found.st_mtime_ns)
+
+
+@functools.lru_cache(maxsize=2)
+def _parse(path: Path, role: str, size: int, changed: int) -> GgufFacts:
+    from gguf import MODEL_ARCH_NAMES, GGUFReader
+
     try:
         reader = GGUFReader(str(path))
         fields = {key: entry.contents() for key, entry in reader.fields.items()}
         parameters = sum(prod(int(size) for size in tensor.shape) for tensor in reader.tensors)
     except Exception as error:  # the reader trips in many ways over missing bytes
-        raise UserError(f"{role} {path} ({path.stat().st_size:,} bytes) is cut short or damaged "
+        raise UserError(f"{role} {path} ({size:,} bytes) is cut short or damaged "
                         f"({first_line(error)}): fetch it again") from None  # fmt: skip
     if int(fields.get("split.count") or 1) > 1:
         raise UserError(f"{role} {path} is one part of a split GGUF: merge the parts first "
                         "(llama-gguf-split --merge)")  # fmt: skip
     architecture = str(fields.get("general.architecture"))
-    if architecture not in GGUF_SUPPORTED_ARCHITECTURES:
-        raise UserError(f"{role} {path}: the installed transformers cannot read GGUF files of architecture "
-                        f"{architecture!r}; use the model's Hugging Face folder")  # fmt: skip
+    if architecture not in MODEL_ARCH_NAMES.values():
+        raise UserError(f"{role} {path}: GGUF architecture {architecture!r} is not known; use the model's "
+                        "Hugging Face folder")  # fmt: skip
     if not reader.tensors:
         raise UserError(f"{role} {path} holds no weights")
     return GgufFacts(architecture, fields, parameters, reader)
@@ -137,6 +167,7 @@ def convert(path: Path, folder: Path, role: str, progress: Progress) -> None:
         # transformers refuses to save what it loaded from GGUF, hence the rebuilt twin.
         fresh.save_pretrained(folder, max_shard_size="4GB")
         tokenizer.save_pretrained(folder)
+    _parse.cache_clear()  # it holds the whole file mapped
     progress(stage, needed, needed)
 
 

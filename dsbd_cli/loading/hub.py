@@ -19,6 +19,22 @@ def offline_variable() -> str | None:
     return None
 
 
+def refuse_offline(repo: str, revision: str | None, role: str) -> None:
+    """Raise if `repo` is not in the local cache and a variable forbids the network; asks nothing."""
+    variable = offline_variable()
+    if variable is None or _cached(repo, revision):
+        return
+    at = f" at revision {revision}" if revision else ""
+    raise UserError(f"{role} {repo}{at} is not in the local cache and {variable} is set: unset it to "
+                    "download the model, or name a local folder")  # fmt: skip
+
+
+def _cached(repo: str, revision: str | None) -> bool:
+    from huggingface_hub import try_to_load_from_cache
+
+    return isinstance(try_to_load_from_cache(repo, "config.json", revision=revision), str)
+
+
 def only_cached(repo: str, revision: str | None, role: str) -> bool:
     """Whether `repo` is to be read from the local cache alone.
 
@@ -28,15 +44,13 @@ def only_cached(repo: str, revision: str | None, role: str) -> bool:
         UserError: not cached and offline, unreachable, unknown, or gated; says which and what to do.
     """
     from huggingface_hub import errors as hub
-    from huggingface_hub import get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
+    from huggingface_hub import get_hf_file_metadata, hf_hub_url
 
-    have = isinstance(try_to_load_from_cache(repo, "config.json", revision=revision), str)
+    refuse_offline(repo, revision, role)
+    if offline_variable():
+        return True
+    have = _cached(repo, revision)
     at = f" at revision {revision}" if revision else ""
-    if variable := offline_variable():
-        if have:
-            return True
-        raise UserError(f"{role} {repo}{at} is not in the local cache and {variable} is set: unset it to "
-                        "download the model, or name a local folder")  # fmt: skip
     try:
         get_hf_file_metadata(hf_hub_url(repo, "config.json", revision=revision), timeout=_TIMEOUT)
     except hub.GatedRepoError:

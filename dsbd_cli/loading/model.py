@@ -128,12 +128,8 @@ def load_weights(
 
 
 def _quantization(name: str, dtype: torch.dtype) -> Any:
-    import importlib.util
-
     from transformers import BitsAndBytesConfig
 
-    if importlib.util.find_spec("bitsandbytes") is None:
-        raise UserError(f"quantization {name} needs bitsandbytes: pip install bitsandbytes")
     if name == "8bit":
         return BitsAndBytesConfig(load_in_8bit=True)
     return BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_compute_dtype=dtype, bnb_4bit_quant_type="nf4")

@@ -7,14 +7,14 @@ from pathlib import Path
 from typing import Any
 
 from dsbd_cli.errors import UserError
-from dsbd_cli.loading import compat, hardware
+from dsbd_cli.loading import compat, early, hardware
 from dsbd_cli.loading.cache import cache_root
 from dsbd_cli.loading.model import LoadedModel, load_config, load_tokenizer, load_weights
 from dsbd_cli.loading.place import Place, locate
 from dsbd_cli.loading.progress import Progress, silent
 from dsbd_cli.loading.quiet import quiet_transformers
 from dsbd_cli.loading.shared import is_shared, load_shared
-from dsbd_cli.loading.source import SHARED_WEIGHTS, parse_source
+from dsbd_cli.loading.source import SHARED_WEIGHTS
 from dsbd_cli.loading.spec import PairSpec
 
 
@@ -49,10 +49,7 @@ def load(
     tell: Progress = progress or silent
     cache = cache_root(cache_dir)
     want_draft = need_draft and spec.draft is not None
-    # Names and devices first: a typing error is told within the second.
-    sources = [parse_source(spec.target, "target")]
-    if want_draft and spec.draft is not None:
-        sources.append(parse_source(spec.draft, "draft"))
+    sources = early.look(spec, need_draft=want_draft, cache_dir=cache)
     devices = [hardware.pick_device(spec.target_device, "target")]
     devices += [hardware.pick_device(spec.draft_device, "draft")] if want_draft else []
     dtypes = [
@@ -62,10 +59,6 @@ def load(
     # The draft is looked at before the target, whose download or conversion may take minutes.
     draft_place = locate(sources[1], "draft", spec.draft_revision, cache, tell) if want_draft else None
     place = locate(sources[0], "target", spec.revision, cache, tell)
-    if place.shared:
-        raise UserError(
-            f"target {place.source.text} has no embeddings of its own: it is a draft for another model"
-        )
     trust = spec.trust_remote_code
     with quiet_transformers(downloads=progress is not None):
         config = load_config(place, trust)

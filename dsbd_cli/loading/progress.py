@@ -5,6 +5,8 @@ from __future__ import annotations
 import sys
 from typing import Any, Protocol
 
+from dsbd_cli.ui import waiting
+
 
 class Progress(Protocol):
     """Called with a stage in words and, where they are known, done and total bytes (total 0: unknown)."""
@@ -41,6 +43,7 @@ class TerminalProgress:
                 print(f"dsbd: {stage}", file=sys.stderr, flush=True)
             return
         if self._bar is None:
+            waiting.ready()
             self._bar = _bar()
             self._bar.start()
         if stage not in self._tasks:

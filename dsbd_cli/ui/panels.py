@@ -6,11 +6,12 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from dsbd_cli.decoding.events import Event, Finished
+from dsbd_cli.errors import Stopped
 from dsbd_cli.result import Result
 from dsbd_cli.ui.look import panel_stream, unicode_terminal
 from dsbd_cli.ui.monitor import Monitor
 from dsbd_cli.ui.painter import Painter
-from dsbd_cli.ui.summary import summary
+from dsbd_cli.ui.summary import room, summary
 
 if TYPE_CHECKING:
     from dsbd_cli.decoder import Decoder
@@ -30,8 +31,8 @@ def show(events: Iterable[Event], decoder: Decoder, prompt_text: str) -> Result:
         prompt_text: shown collapsed in the title.
 
     Raises:
-        KeyboardInterrupt, or whatever decoding raises: the terminal is given back and the text so
-            far printed first.
+        Stopped: Ctrl-C. It, and whatever decoding raises, comes after the terminal is given back and
+            the text so far is printed.
     """
     from dsbd_cli.cli.output import Out, note
 
@@ -43,6 +44,8 @@ def show(events: Iterable[Event], decoder: Decoder, prompt_text: str) -> Result:
     result = None
     try:
         result = _draw(events, monitor, painter)
+    except KeyboardInterrupt:
+        raise Stopped(f"stopped after {monitor.tokens} tokens") from None
     finally:
         painter.close()
         for line in monitor.notes:
@@ -50,9 +53,8 @@ def show(events: Iterable[Event], decoder: Decoder, prompt_text: str) -> Result:
         if result is None and monitor.tokens:
             # Ctrl-C, or a run that broke: what there is of an answer stays.
             Out().write(monitor.confirmed + monitor.contested() + "\n")
-            note(f"stopped after {monitor.tokens} tokens")
     Out().write(result.text + "\n")
-    note(summary(result))
+    note(summary(result, room()))
     return result
 
 

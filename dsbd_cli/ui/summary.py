@@ -2,26 +2,57 @@
 
 from __future__ import annotations
 
+import os
+import sys
+
 from dsbd_cli.result import Result
+from dsbd_cli.ui.look import is_terminal
 
 
-def summary(result: Result) -> str:
-    """`48 tokens in 4.2 s, 11.4 tok/s, ...`; what is unknown says n/a."""
+def summary(result: Result, width: int | None = None) -> str:
+    """`48 tokens in 4.2 s, 11.4 tok/s, ...`; what is unknown says n/a.
+
+    Args:
+        width: characters there are; what is least telling is left out until the line fits, down to
+            the tokens and why the text ended. None: no limit.
+    """
     stats = result.stats
-    parts = [
-        f"{stats.new_tokens} tokens" + (f" in {stats.decode_s:.1f} s" if stats.decode_s is not None else ""),
-        f"{number(stats.tokens_per_s, 1)} tok/s",
-        f"{number(stats.layers_per_target_call)} layers/target call",
-    ]
+    # (what it says, how soon it goes: highest first)
+    parts = [(f"{stats.new_tokens} tokens", 0)]
+    if stats.decode_s is not None:
+        parts[0] = (f"{parts[0][0]} in {stats.decode_s:.1f} s", 0)
+    parts.append((f"{number(stats.tokens_per_s, 1)} tok/s", 1))
+    parts.append((f"{number(stats.layers_per_target_call)} layers/target call", 2))
     if stats.acceptance_rate is not None:
-        parts.append(f"acceptance {number(stats.acceptance_rate)}")
+        parts.append((f"acceptance {number(stats.acceptance_rate)}", 4))
     if stats.mean_width is not None and max(stats.widths, default=1) > 1:
-        parts.append(f"width {number(stats.mean_width, 1)} ({number(stats.mean_distinct_width, 1)} distinct)")
-    parts.append(f"{number(stats.joules_per_token)} J/token")
-    parts.append(f"ended by {result.finish_reason}")
-    return ", ".join(parts)
+        parts.append(
+            (f"width {number(stats.mean_width, 1)} ({number(stats.mean_distinct_width, 1)} distinct)", 5)
+        )
+    parts.append(
+        (f"{number(stats.joules_per_token)} J/token", 3 if stats.joules_per_token is not None else 6)
+    )
+    parts.append((f"ended by {result.finish_reason}", 0))
+    while width is not None and len(_line(parts)) > width and (least := max(rank for _, rank in parts)):
+        parts = [part for part in parts if part[1] != least]
+    return _line(parts)
+
+
+def room() -> int | None:
+    """Characters of a note that fit on one line of the terminal on stderr; None elsewhere."""
+    if not is_terminal(sys.stderr):
+        return None
+    try:
+        columns = os.get_terminal_size(sys.stderr.fileno()).columns
+    except (OSError, ValueError):
+        return None
+    return max(1, columns - len("dsbd: ")) if columns else None
 
 
 def number(value: float | None, digits: int = 2) -> str:
     """A number to `digits` places; n/a for None."""
     return "n/a" if value is None else f"{value:.{digits}f}"
+
+
+def _line(parts: list[tuple[str, int]]) -> str:
+    return ", ".join(text for text, _ in parts)

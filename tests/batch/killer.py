@@ -18,6 +18,7 @@ from typing import Any
 
 from dsbd_cli import Decoder, Settings
 from dsbd_cli.batch.run import MEASURED, run_file
+from dsbd_cli.errors import Stopped
 
 
 class Loaded:
@@ -54,7 +55,7 @@ def batch(chosen: Loaded, source: Path, output: Path, rank: int, world: int, log
     try:
         run_file(chosen, source, output, lambda line: None, bar=False)  # type: ignore[arg-type]
         os._exit(0)
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, Stopped):
         os._exit(130)
     except BaseException:
         os.write(log, traceback.format_exc().encode())

@@ -192,6 +192,7 @@ def test_command_lines(decoder: Decoder, parts: list[tuple[str, ...]], stdin: by
     out, err = io.TextIOWrapper(io.BytesIO(), write_through=True), io.StringIO()
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stderr(err):
         patch.setattr("dsbd_cli.loading.load_pair", lambda spec, **_: decoder.pair)
+        patch.setattr("dsbd_cli.loading.early.look", lambda spec, **_: [])
         patch.setattr("dsbd_cli.decoder.Decoder", lambda pair, chosen: _with(decoder, chosen))
         patch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin)))
         patch.setattr(sys, "stdout", out)

@@ -149,6 +149,8 @@ def broken(folder: Path, kind: str) -> Path:
         path.write_bytes(write_gguf(path, tiny_llama()).read_bytes()[:30])
     elif kind == "architecture":
         write_gguf(path, tiny_llama(), architecture="weird")
+    elif kind == "unread":
+        write_gguf(path, tiny_llama(), architecture="chatglm")
     elif kind == "rule":
         write_gguf(path, tiny_llama(), pre="hyperbpe")
     elif kind == "split":
@@ -164,7 +166,8 @@ def broken(folder: Path, kind: str) -> Path:
         ("pointer", "is a Git LFS pointer"),
         ("half", "is cut short or damaged"),
         ("header only", "is cut short or damaged"),
-        ("architecture", "cannot read GGUF files of architecture 'weird'"),
+        ("architecture", "GGUF architecture 'weird' is not known"),
+        ("unread", "cannot read GGUF files of architecture 'chatglm'"),
         ("rule", "its text is split by rule 'hyperbpe'"),
         ("split", "is one part of a split GGUF"),
     ],

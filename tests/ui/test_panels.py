@@ -28,11 +28,9 @@ decoder = FakeDecoder()
 fail = {"none": None, "fail": RunError("logits are [not] finite")}[sys.argv[2]]
 try:
     show(stream(decoder, int(sys.argv[1]), delay=float(sys.argv[3]), fail=fail), decoder, "why [b]?")
-except KeyboardInterrupt:
-    sys.exit(130)
 except DsbdError as error:
     print("dsbd:", error, file=sys.stderr)
-    sys.exit(1)
+    sys.exit(error.exit_code)
 """
 
 
@@ -96,6 +94,7 @@ def test_ctrl_c_keeps_what_there_is() -> None:
     stopped = re.search(r"stopped after (\d+) tokens", terminal.after_panels)
     assert stopped is not None
     assert int(stopped[1]) > 0
+    assert terminal.after_panels.count("stopped") == 1
     assert answer(40)[:20] in terminal.after_panels
 
 

@@ -1,0 +1,48 @@
+"""What can be refused of a pair within the second: before torch and transformers, which take seconds to import."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+from dsbd_cli.errors import UserError
+from dsbd_cli.loading import hub
+from dsbd_cli.loading.cache import cache_root
+from dsbd_cli.loading.checkpoint import check_folder
+from dsbd_cli.loading.source import SHARED_WEIGHTS, Source, parse_source
+from dsbd_cli.loading.spec import PairSpec
+
+
+def look(spec: PairSpec, *, need_draft: bool = True, cache_dir: str | Path | None = None) -> list[Source]:
+    """The sources of a pair, target first, looked at as far as neither torch nor the network is needed.
+
+    Raises:
+        UserError: no such path, a folder or file that is broken, a hub name that is not cached while
+            offline, a target that is a draft, a missing optional package.
+    """
+    wanted = {"target": (spec.target, spec.revision)}
+    if need_draft and spec.draft is not None:
+        wanted["draft"] = (spec.draft, spec.draft_revision)
+    # Names before files: a typing error in the draft's is told before the target's shards are read.
+    sources = {role: parse_source(text, role) for role, (text, _) in wanted.items()}
+    for role in reversed(sources):  # the draft first, as everywhere
+        _check(sources[role], role, wanted[role][1], cache_root(cache_dir))
+    if spec.quantization is not None and importlib.util.find_spec("bitsandbytes") is None:
+        raise UserError(f"quantization {spec.quantization} needs bitsandbytes: pip install bitsandbytes")
+    return list(sources.values())
+
+
+def _check(source: Source, role: str, revision: str | None, cache: Path) -> None:
+    if source.kind == "hub":
+        hub.refuse_offline(source.text, revision, role)
+    elif source.kind == "gguf" and source.path is not None:
+        from dsbd_cli.loading.gguf_file import check_file
+
+        check_file(source.path, role, cache)
+    elif source.path is not None:
+        if not (source.path / SHARED_WEIGHTS).is_file():
+            check_folder(source.path, role)
+        elif role == "target":
+            raise UserError(
+                f"target {source.text} has no embeddings of its own: it is a draft for another model"
+            )

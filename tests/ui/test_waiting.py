@@ -1,0 +1,83 @@
+"""The line that bridges the first seconds: there before torch is imported, wiped before anything else."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from dsbd_cli.ui import waiting
+from tests import builders
+from tests.cli.conftest import environment
+from tests.terminal import Terminal
+
+# An import of torch fails, so that whatever is on the screen was there before.
+WITHOUT_TORCH = """
+import sys
+sys.modules["torch"] = None
+from dsbd_cli.cli.main import run
+try:
+    run(sys.argv[1:])
+except ImportError:
+    print("torch was asked for", file=sys.stderr)
+"""
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("models") / "mein-[b]-Modell"
+    builders.says(folder, "A")
+    return str(folder)
+
+
+@pytest.mark.parametrize("command", [["generate", "hi", "--method"], ["chat", "--method"],
+                                     ["bench", "--dataset", "squad", "--out", "out", "--methods"]])  # fmt: skip
+@pytest.mark.parametrize("columns", [100, 20])
+def test_it_is_there_before_torch_and_gone_after(
+    model: str, command: list[str], columns: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    call = [sys.executable, "-c", WITHOUT_TORCH, *command, "beam", "--target", model]
+    terminal = Terminal(call, columns=columns, env=environment(TERM="xterm", LANG="C.UTF-8"))
+    terminal.finish()
+    line, wipe, rest = terminal.output.partition(b"\r\x1b[K")
+    said = "dsbd: loading mein-[b]-Modell…"
+    assert line.decode() == (said if columns == 100 else said[:18])
+    assert wipe
+    assert b"torch was asked for" in rest
+    assert b"loading" not in rest.replace(line, b"")  # redrawn under a notice, at most
+
+
+def test_a_dumb_terminal_gets_a_plain_line(model: str) -> None:
+    call = [sys.executable, "-c", WITHOUT_TORCH, "generate", "hi", "--method", "beam", "--target", model]
+    terminal = Terminal(call, env=environment(TERM="dumb", LC_ALL="C"))
+    terminal.finish()
+    assert terminal.output.startswith(b"dsbd: loading mein-[b]-Modell...\r\n")
+    assert b"\x1b" not in terminal.output
+
+
+def test_quiet_says_nothing(model: str) -> None:
+    call = [
+        sys.executable,
+        "-c",
+        WITHOUT_TORCH,
+        "generate",
+        "hi",
+        "-q",
+        "--method",
+        "beam",
+        "--target",
+        model,
+    ]
+    terminal = Terminal(call, env=environment(TERM="xterm"))
+    terminal.finish()
+    assert b"loading" not in terminal.output
+
+
+def test_a_pipe_sees_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    waiting.waiting("loading")
+    with waiting.above():
+        pass
+    waiting.ready()
+    assert capsys.readouterr() == ("", "")
