@@ -13,16 +13,42 @@ _MARGIN = 32
 
 
 class Detokenizer:
-    """Decodes ids exactly as one shot would: no clean-up of spaces, special tokens not shown."""
+    """Decodes ids exactly as one shot would: no clean-up of spaces, special tokens not shown.
+
+    One thing is mended: a tokenizer with byte tokens (`<0xF0>`, as Llama 2's) gives up a whole run of
+    them, good characters included, once a single byte of it is wrong or missing. Text could then not
+    be streamed, and an answer cut inside an emoji would lose what stood before it.
+    """
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
+        self._decoder = getattr(getattr(tokenizer, "backend_tokenizer", None), "decoder", None)
+        vocab = tokenizer.get_vocab() if self._decoder is not None else {}
+        self._bytes = {vocab[name]: byte for byte in range(256) if (name := f"<0x{byte:02X}>") in vocab}
 
     def __call__(self, ids: Sequence[int]) -> str:
         text: str = self._tokenizer.decode(
             list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False
         )
+        if "\ufffd" in text and any(token in self._bytes for token in ids):
+            return self._mended(ids)
         return text
+
+    def _mended(self, ids: Sequence[int]) -> str:
+        """The same, but that only the wrong bytes of a run become replacement marks."""
+        added = self._tokenizer.added_tokens_decoder
+        hidden = {token for token, facts in added.items() if facts.special}
+        pieces: list[str] = []
+        run = bytearray()
+        for token in (token for token in ids if token not in hidden):
+            if token in self._bytes:
+                run.append(self._bytes[token])
+                continue
+            pieces += [run.decode("utf-8", "replace")] if run else []
+            run.clear()
+            pieces.append(self._tokenizer.convert_ids_to_tokens(token))
+        pieces += [run.decode("utf-8", "replace")] if run else []
+        return str(self._decoder.decode(pieces))  # type: ignore[union-attr]
 
 
 class Endings:

@@ -17,6 +17,23 @@ from tests import builders
 
 ROOT = Path(__file__).parents[2]
 METHODS = ("multinomial", "beam", "speculative", "specinfer", "dsbd")
+# Every code path that decodes, as options; a field case holds on each of them.
+WAYS = {
+    **{method: ["--method", method] for method in METHODS},
+    "specinfer wide": ["--method", "specinfer", "--tree", "3,2,1,1"],
+    "beam narrow": ["--method", "beam", "--width", "1"],
+    "dsbd paper": ["--method", "dsbd", "--verify", "paper"],
+    "dsbd continue": ["--method", "dsbd", "--verify", "continue"],
+    "dsbd dynamic": ["--method", "dsbd", "--threshold", "0.9", "--min-width", "1"],
+    "dsbd paper dynamic": ["--method", "dsbd", "--verify", "paper", "--threshold", "0.9", "--min-width", "1"],
+    "dsbd one cache": ["--method", "dsbd", "--verify", "continue", "--kv", "one"],
+    "dsbd undrafted": ["--method", "dsbd", "--gamma", "0"],
+}
+
+# Beam search without sampling takes no sampling options, so it is apart.
+EVERY_WAY = WAYS | {
+    f"{method} deterministic": ["--method", method, "--deterministic"] for method in ("beam", "dsbd")
+}
 
 
 @dataclass(frozen=True)

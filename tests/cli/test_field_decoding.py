@@ -12,24 +12,29 @@ import pytest
 import torch
 
 from tests import builders
-from tests.cli.conftest import METHODS, Call, pair
+from tests.cli.conftest import EVERY_WAY, METHODS, Call, pair
 
 Models = Callable[..., str]
 REPLY = "ok 🙂é 한 [x] a != b 'sword' end"
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("way", EVERY_WAY)
 def test_g01_nothing_follows_the_end_wherever_in_a_block_it_falls(
-    dsbd: Call, models: Models, method: str
+    dsbd: Call, models: Models, way: str
 ) -> None:
     for words in (["A"], ["A", "B"], ["A", "B", "C"], ["A", "B", "C", "D"]):
-        ran = dsbd("generate", "x", *pair(models("says", *words)), "--method", method, "--max-new-tokens", "20",
+        ran = dsbd("generate", "x", *pair(models("says", *words)), *EVERY_WAY[way], "--max-new-tokens", "20",
                    "--json")  # fmt: skip
         got = ran.json
         assert got["text"] == "".join(words)
         assert got["finish_reason"] == "eos"
         assert got["stats"]["new_tokens"] == len(got["token_ids"]) == len(words) + 1
-        assert got["stats"]["layers"] == len(words) + 1
+        # (Beam search goes on until it has W finished texts, however unlikely.)
+        assert got["stats"]["layers"] == len(words) + 1 or "deterministic" in way
+        streamed = dsbd(
+            "generate", "x", *pair(models("says", *words)), *EVERY_WAY[way], "--max-new-tokens", "20"
+        )
+        assert streamed.out == ("".join(words) + "\n").encode()
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -89,12 +94,12 @@ def test_g08_fewer_continuations_than_beams(
         assert all(beam["logprob"] <= 1e-6 for beam in beams)
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_g13_a_prompt_that_leaves_no_room(dsbd: Call, models: Models, method: str) -> None:
+@pytest.mark.parametrize("way", EVERY_WAY)
+def test_g13_a_prompt_that_leaves_no_room(dsbd: Call, models: Models, way: str) -> None:
     target = models("rand", max_position_embeddings=64)
     for letters in (30, 63, 64, 65, 500):
         for budget in (32, 64, 1000, 0):
-            ran = dsbd("generate", "q" * letters, *pair(target), "--method", method, "--max-new-tokens",
+            ran = dsbd("generate", "q" * letters, *pair(target), *EVERY_WAY[way], "--max-new-tokens",
                        str(budget), "--seed", "1", "--json")  # fmt: skip
             if letters >= 64 and letters + budget > 64:
                 ran.refused(str(letters), str(budget), "64")
@@ -110,10 +115,10 @@ def test_g13_a_prompt_that_leaves_no_room(dsbd: Call, models: Models, method: st
                 assert got["stats"]["tokens_per_s"] is None
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_g14_streamed_bytes_are_those_of_one_shot(dsbd: Call, models: Models, method: str) -> None:
+@pytest.mark.parametrize("way", EVERY_WAY)
+def test_g14_streamed_bytes_are_those_of_one_shot(dsbd: Call, models: Models, way: str) -> None:
     target = models("parrot", "hi", REPLY)
-    command = ["generate", "hi", *pair(target), "--method", method, "--seed", "1"]
+    command = ["generate", "hi", *pair(target), *EVERY_WAY[way], "--seed", "1"]
     streamed = dsbd(*command)
     assert streamed.out == (REPLY + "\n").encode()
     assert dsbd(*command, "--no-stream").out == streamed.out
@@ -126,7 +131,7 @@ def test_g14_streamed_bytes_are_those_of_one_shot(dsbd: Call, models: Models, me
         assert whole["stats"]["new_tokens"] == tokens
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("way", EVERY_WAY)
 @pytest.mark.parametrize(
     ("stops", "expected"),
     [
@@ -141,10 +146,10 @@ def test_g14_streamed_bytes_are_those_of_one_shot(dsbd: Call, models: Models, me
     ],
 )
 def test_g15_stop_strings_across_token_borders(
-    dsbd: Call, models: Models, method: str, stops: list[str], expected: str
+    dsbd: Call, models: Models, way: str, stops: list[str], expected: str
 ) -> None:
     options = [part for stop in stops for part in ("--stop", stop)]
-    command = ["generate", "q", *pair(models("parrot", "q", "one STOP two")), "--method", method, *options]
+    command = ["generate", "q", *pair(models("parrot", "q", "one STOP two")), *EVERY_WAY[way], *options]
     command += ["--seed", "1"]
     assert dsbd(*command).out == (expected + "\n").encode()
     got = dsbd(*command, "--json").json
@@ -168,7 +173,7 @@ def test_g15_an_empty_stop_is_refused(dsbd: Call, models: Models) -> None:
     dsbd("generate", "q", *pair(models("says", "A")), "--stop", "").refused("stop")
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("way", EVERY_WAY)
 @pytest.mark.parametrize(
     ("place", "value", "ends"),
     [
@@ -181,7 +186,7 @@ def test_g15_an_empty_stop_is_refused(dsbd: Call, models: Models) -> None:
     ],
 )
 def test_g16_every_end_token_counts(
-    dsbd: Call, models: Models, tmp_path: Path, method: str, place: str, value: Any, ends: bool
+    dsbd: Call, models: Models, tmp_path: Path, way: str, place: str, value: Any, ends: bool
 ) -> None:
     folder = tmp_path / "t"
     shutil.copytree(models("says", "A", "B", end=2), folder)
@@ -191,9 +196,7 @@ def test_g16_every_end_token_counts(
     else:
         content = json.loads(file.read_text()) if file.exists() else {}
         file.write_text(json.dumps(content | {"eos_token_id": value}))
-    got = dsbd(
-        "generate", "x", *pair(str(folder)), "--method", method, "--max-new-tokens", "12", "--json"
-    ).json
+    got = dsbd("generate", "x", *pair(str(folder)), *EVERY_WAY[way], "--max-new-tokens", "12", "--json").json
     if ends:
         assert (got["text"], got["finish_reason"]) == ("AB", "eos")
         assert got["token_ids"][-1] == 2
@@ -201,3 +204,16 @@ def test_g16_every_end_token_counts(
         # Token 2 is then an ordinary special token: shown as nothing, and the text runs to its limit.
         assert (got["finish_reason"], got["stats"]["new_tokens"]) == ("length", 12)
         assert "<|eot|>" not in got["text"]
+
+
+@pytest.mark.parametrize("way", EVERY_WAY)
+def test_g16_a_config_adds_to_the_tokenizers_own_end(
+    dsbd: Call, models: Models, tmp_path: Path, way: str
+) -> None:
+    folder = tmp_path / "t"
+    shutil.copytree(models("says", "A", "B", end=1), folder)
+    for name in ("generation_config.json", "config.json"):
+        content = json.loads((folder / name).read_text())
+        (folder / name).write_text(json.dumps(content | {"eos_token_id": 2}))
+    got = dsbd("generate", "x", *pair(str(folder)), *EVERY_WAY[way], "--max-new-tokens", "12", "--json").json
+    assert (got["text"], got["finish_reason"], got["token_ids"][-1]) == ("AB", "eos", 1)
