@@ -71,7 +71,6 @@ class _Recorded:
     inputs: Tensor
     staging: Tensor
     logits: Tensor
-    logps: Tensor
     packed: Tensor
     landing: Tensor
     replay: Callable[[], None]
@@ -107,7 +106,7 @@ class GraphForward:
         bucket = self._run(plan, size)
         bucket.landing.copy_(bucket.packed, non_blocking=True)
         self._recorder.wait()
-        return unpack(bucket.landing.numpy()[: len(plan)], bucket.logps, size)
+        return unpack(bucket.landing.numpy()[: len(plan)].copy())
 
     def logits(self, plan: Plan) -> Tensor:
         """Forward `plan`; logits [N, V'], valid until the next forward."""
@@ -135,10 +134,10 @@ class GraphForward:
     def _record(self, packed: Tensor, slots: int, size: int) -> _Recorded:
         """Run `packed` for the first time, and keep how."""
         inputs = packed.to(self._recorder.device, copy=True)
-        outputs, replay = self._recorder.record(lambda: self._steps(inputs, slots, size))
+        outputs, replay = self._recorder.record(lambda: self._steps(inputs, slots, size), self.forward)
         host = self._recorder.host
-        logits, logps, best = outputs
-        return _Recorded(inputs, host(packed), logits, logps, best, host(best), replay)
+        logits, best = outputs
+        return _Recorded(inputs, host(packed), logits, best, host(best), replay)
 
     def _steps(self, inputs: Tensor, slots: int, size: int) -> list[Tensor]:
         """The forward itself, on tensors of fixed shapes."""
@@ -148,9 +147,9 @@ class GraphForward:
         cache.slots, cache.used, cache.length = where, slots, used[:1]
         logits = self.forward(cache, ids, positions, mask[:, :slots], 0)
         if not size:
-            return [logits, logits, logits[:0]]
+            return [logits, logits[:0]]
         logps = log_probabilities(logits, self.vocab)
-        return [logits, logps, pack(logps, finite_rows(logps), size)]
+        return [logits, pack(logps, finite_rows(logps), size)]
 
 
 class Recorder:
@@ -159,9 +158,17 @@ class Recorder:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._memory: Any = None
+        self._graphs: list[Any] | None = None
 
-    def record(self, steps: Callable[[], list[Tensor]]) -> tuple[list[Tensor], Callable[[], None]]:
-        """Run `steps` on inputs of fixed place; its outputs, and what runs it again into them."""
+    def record(
+        self, steps: Callable[[], list[Tensor]], *forwards: Any
+    ) -> tuple[list[Tensor], Callable[[], None]]:
+        """Run `steps` on inputs of fixed place; its outputs, and what runs it again into them.
+
+        Args:
+            steps: may call `cut` between any two of its operations.
+            forwards: those it calls that can cut themselves (`LeanForward.between`).
+        """
         if self.device.type != "cuda":
             outputs = steps()
 
@@ -177,13 +184,47 @@ class Recorder:
             for _ in range(2):
                 steps()
         torch.cuda.current_stream(self.device).wait_stream(side)
-        graph = torch.cuda.CUDAGraph()
         if self._memory is None:
             self._memory = torch.cuda.graph_pool_handle()
-        with torch.cuda.graph(graph, pool=self._memory):
-            outputs = steps()
-        graph.replay()
-        return outputs, graph.replay
+        torch.cuda.synchronize(self.device)
+        graphs: list[Any] = []
+        cutting = [forward for forward in forwards if hasattr(forward, "between")]
+        try:
+            for forward in cutting:
+                forward.between = self.cut
+            with torch.cuda.stream(side):
+                self._graphs = graphs
+                self._begin()
+                try:
+                    outputs = steps()
+                finally:
+                    graphs[-1].capture_end()
+        finally:
+            self._graphs = None
+            for forward in cutting:
+                forward.between = None
+
+        def replay() -> None:
+            for graph in graphs:
+                graph.replay()
+
+        replay()
+        return outputs, replay
+
+    def cut(self) -> None:
+        """End a graph here and begin the next one.
+
+        Launching a graph takes the host as long as its kernels are many; a short first graph keeps
+        the device busy while the host launches the rest.
+        """
+        if self._graphs is not None:
+            self._graphs[-1].capture_end()
+            self._begin()
+
+    def _begin(self) -> None:
+        assert self._graphs is not None
+        self._graphs.append(torch.cuda.CUDAGraph())
+        self._graphs[-1].capture_begin(pool=self._memory)
 
     def host(self, tensor: Tensor) -> Tensor:
         """A host tensor like `tensor`, for copies that need not wait."""

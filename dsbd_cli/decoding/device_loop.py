@@ -18,12 +18,15 @@ from torch import Tensor
 
 from dsbd_cli.decoding.cuda_graph import Recorder, pad, seen_inside, slots_to_see
 from dsbd_cli.decoding.device_law import Drafted, best_layer, draft_layer
-from dsbd_cli.decoding.device_request import Answer, Layer, Request, Side
+from dsbd_cli.decoding.device_request import Answer, Layer, Request, Reserved, Side
 from dsbd_cli.decoding.law import Warp
 from dsbd_cli.decoding.rows import Best, finite_rows, log_probabilities, pack, unpack
+from dsbd_cli.decoding.tree_pool import Plan
 
 # Fewer sizes than for single forwards: recording an iteration is dear, and padding it is not.
-_BUCKETS = (4, 8, 16, 32, 64)
+_BUCKETS = (8, 16, 32, 64)
+# Draft and target sizes that come up for almost every prompt.
+_USUAL = ((8, 8), (16, 8))
 
 
 def _bucket(count: int) -> int | None:
@@ -35,7 +38,6 @@ class _Recorded:
     inputs: Tensor
     staging: Tensor
     packed: Tensor
-    logps: Tensor
     landing: Tensor
     replay: Callable[[], None]
 
@@ -67,20 +69,42 @@ class DeviceLoop:
         plans = (request.draft, request.target)
         return len(request.beams) <= self.beams and all(_bucket(len(plan)) for plan in plans)
 
-    def run(self, request: Request) -> Answer:
-        """One iteration on the device, one wait for it."""
+    @torch.inference_mode()
+    def prepare(self) -> None:
+        """Record what almost every prompt needs, so that no answer waits for it later."""
+        draft, target = self.draft.pool, self.target.pool
+        count = self.gamma * self.width
+        spaces = Reserved(*draft.reserve(count - self.width)), Reserved(*target.reserve(count))
+        nothing = np.zeros((0, 0), dtype=bool)
+        plans = [Plan([], [], [], [], [], nothing, pool.slots.used) for pool in (draft, target)]
+        uniforms = np.zeros((self.gamma, self.width))
+        # One beam behind the spare slot: its nodes lie in reserved space, which is given back.
+        request = Request(plans[0], [0], plans[1], [0], [0.0], 0, *spaces, uniforms)
+        for sizes in _USUAL:
+            key = self._key(request, *sizes)
+            if key not in self._buckets:
+                self._buckets[key] = self._record(self._packed(request, *sizes), key)
+        draft.release()
+        target.release()
+
+    def _key(self, request: Request, draft_size: int, target_size: int) -> tuple[int, int, int, int]:
         pointers = self.target.pool.pointers(), self.draft.pool.pointers()
         if pointers != self._pointers:
             self._buckets.clear()
             self._pointers = pointers
-        sizes = _bucket(len(request.draft)), _bucket(len(request.target))
-        assert sizes[0] is not None
-        assert sizes[1] is not None
-        seen = (
+        return (
+            draft_size,
+            target_size,
             slots_to_see(self.draft.forward, request.draft.used, self.draft.pool),
             slots_to_see(self.target.forward, request.target.used, self.target.pool),
         )
-        key = (sizes[0], sizes[1], *seen)
+
+    def run(self, request: Request) -> Answer:
+        """One iteration on the device, one wait for it."""
+        sizes = _bucket(len(request.draft)), _bucket(len(request.target))
+        assert sizes[0] is not None
+        assert sizes[1] is not None
+        key = self._key(request, sizes[0], sizes[1])
         packed = self._packed(request, sizes[0], sizes[1])
         bucket = self._buckets.get(key)
         if bucket is None:
@@ -137,7 +161,7 @@ class DeviceLoop:
                 Layer(parent.astype(np.int64), token.astype(np.int64), logp, prob, draws, host[end:at] > 0)
             )
         forest = self.gamma * self.width
-        rows = unpack(host[at:].reshape(target_size + forest, -1), bucket.logps, self.target.row_size)
+        rows = unpack(host[at:].reshape(target_size + forest, -1))
         # Without what was only padding.
         keep = np.r_[:nodes, target_size : target_size + forest]
         return Answer(layers, Best(*(part[keep] for part in rows)))
@@ -150,9 +174,9 @@ class DeviceLoop:
 
     def _record(self, packed: Tensor, key: tuple[int, int, int, int]) -> _Recorded:
         inputs = packed.to(self._recorder.device, copy=True)
-        outputs, replay = self._recorder.record(lambda: self._steps(inputs, *key))
+        outputs, replay = self._recorder.record(lambda: self._steps(inputs, *key), self.target.forward)
         host = self._recorder.host
-        return _Recorded(inputs, host(packed), outputs[0], outputs[1], host(outputs[0]), replay)
+        return _Recorded(inputs, host(packed), outputs[0], host(outputs[0]), replay)
 
     def _steps(
         self, inputs: Tensor, draft_size: int, target_size: int, draft_sees: int, target_sees: int
@@ -186,9 +210,10 @@ class DeviceLoop:
                 tokens = layer.token[layer.draws]
                 logits = self._forward(self.draft, tokens, where, slots, used, mask, draft_sees)
                 parent_rows = rows
+            self._recorder.cut()
         logps = self._verify(target_in, drafted, beam_rows, position, target_space, target_sees)
         parts.append(pack(logps, finite_rows(logps), self.target.row_size).flatten())
-        return [torch.cat(parts), logps]
+        return [torch.cat(parts)]
 
     def _planned(self, side: Side, inputs: Tensor, sees: int) -> Tensor:
         """Forward what the host has planned; logits of all its nodes."""

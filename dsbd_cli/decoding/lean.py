@@ -9,6 +9,7 @@ where the self-test finds it to agree with the model's own forward; anything unu
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -29,6 +30,8 @@ from dsbd_cli.decoding.linears import (
 )
 
 _FAMILIES = {"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"}
+# Where a recording may be cut (`cuda_graph.Recorder.cut`): a short piece first, then longer ones.
+_FIRST_CUT, _CUT_EVERY = 2, 8
 # Up to this many query rows a head, folding a group's heads beats repeating keys and values.
 _FOLD = 512
 _GPU_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -90,6 +93,7 @@ class LeanForward:
         kind: the products it uses.
         kernels: what runs the steps between them, or None for tensor operations.
         reads_length: whether `cache.length` bounds attention, so that `mask` may be wider.
+        between: called between some layers, or None.
     """
 
     def __init__(
@@ -97,6 +101,7 @@ class LeanForward:
     ) -> None:
         self.kind = kind or kind_of_linear(model, int8)
         self.dtype = torch.float32 if self.kind is Int8Linear else model.dtype
+        self.between: Callable[[], None] | None = None
         inner = model.model
         self._embed: nn.Embedding = inner.embed_tokens
         self._rotary = inner.rotary_emb
@@ -138,7 +143,9 @@ class LeanForward:
             if not self.reads_length and len(ids) * shared <= _FOLD:
                 mask = mask.repeat_interleave(shared, 0)
             mask = mask[None, None]
-        for layer in self._layers:
+        for done, layer in enumerate(self._layers):
+            if self.between is not None and done % _CUT_EVERY == _FIRST_CUT and done < len(self._layers) - 2:
+                self.between()
             x = layer(x, cache, cos[0], sin[0], mask)
         if isinstance(keep, int):
             x = x[-keep:] if keep else x
