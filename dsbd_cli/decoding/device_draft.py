@@ -43,6 +43,10 @@ class DeviceProposer:
         self._loop: DeviceLoop | None = target.loop_with(
             draft, width, gamma, beams, None if distinct else warp, sorted(trie.eos_ids)
         )
+        try:
+            self._loop.prepare()
+        except RuntimeError as error:
+            self._stop(error)
 
     @torch.inference_mode()
     def propose(self, beams: list[Node], depth: int) -> Forest:
@@ -60,17 +64,20 @@ class DeviceProposer:
                 raise RuntimeError("more nodes than any recording has room for")
             answer = loop.run(request)
         except RuntimeError as error:
-            self._forget(request)
-            self._loop = None
-            self._target.stop_loops(str(error).splitlines()[0])
+            self._forget()
+            self._stop(error)
             return self._by_steps(beams, depth)
         self._draft.calls += self._gamma
         self._target.calls += 1
-        forest = self._entered(beams, request, answer)
+        forest = self._entered(beams, answer)
         if not self._distinct:
             # What the host would have drawn with, had it stopped drafting there.
             self._chance.uniforms(len(forest.layers) * self._width)
         return forest
+
+    def _stop(self, error: RuntimeError) -> None:
+        self._loop = None
+        self._target.stop_loops(str(error).splitlines()[0])
 
     def _by_steps(self, beams: list[Node], depth: int) -> Forest:
         forest = self._host.propose(beams, depth)
@@ -106,38 +113,37 @@ class DeviceProposer:
             uniforms,
         )
 
-    def _forget(self, request: Request) -> None:
+    def _forget(self) -> None:
         """Give back what was reserved; the planned nodes were not computed, so they go too."""
-        self._draft.pool.release(*request.draft_space)
-        self._target.pool.release(*request.target_space)
+        self._draft.pool.release()
+        self._target.pool.release()
         self._draft.withdraw(self._drafted)
         self._target.withdraw(self._missed)
 
-    def _entered(self, beams: list[Node], request: Request, answer: Answer) -> Forest:
-        """The forest that came back; its nodes entered into both pools, the rest of the space given back."""
+    def _entered(self, beams: list[Node], answer: Answer) -> Forest:
+        """The forest that came back; both pools and the target's rows know its nodes."""
         layers: list[DraftLayer] = []
-        offset = len(self._missed)
-        self._target.rows.put_best(self._missed, answer.rows, range(offset))
-        held: set[int] = set()  # places in the target's space that became nodes
+        found: dict[Node, int] = {}  # nodes that may be asked about, and their places in the reserved space
         parents: list[Node | None] = list(beams)
         for depth, drafted in enumerate(answer.layers):
             places = [i for i, parent in enumerate(parents) if parent is not None]
-            nodes = [parents[i] for i in places]
+            nodes = [node for node in parents if node is not None]
             if not all(drafted.finite[i] for i in places):
-                raise self._draft.rows.fail(next(node for node in nodes if node is not None))
-            layer, new = self._layer(places, [node for node in nodes if node is not None], drafted)
+                raise self._draft.rows.fail(nodes[0])
+            layer, parents = self._layer(places, nodes, drafted)
             layers.append(layer)
-            self._enter(depth, new, request, answer, offset, held)
+            found |= {node: depth * self._width + i for i, node in enumerate(parents) if node is not None}
             # A draw that a stop string finishes the device does not see: drafting ends above its children.
             stopped = any(node.finish == "stop" for node in layer.draws)
-            parents = [*new]
             if stopped or not any(node is not None for node in parents):
                 break
-        space, small = request.target_space, request.draft_space
-        rest = [i for i in range(len(space.slots)) if i not in held]
-        self._target.pool.release([space.slots[i] for i in rest], [space.mask_rows[i] for i in rest])
-        rest = [i for i in rest if i < len(small.slots)]
-        self._draft.pool.release([small.slots[i] for i in rest], [small.mask_rows[i] for i in rest])
+        offset = len(self._missed)
+        self._target.rows.put_best(self._missed, answer.rows, range(offset))
+        self._target.rows.put_best(list(found), answer.rows, [offset + place for place in found.values()])
+        self._target.pool.adopt(found.keys(), found.values())
+        small = (self._gamma - 1) * self._width  # the last layer is not forwarded by the draft
+        forwarded = {node: place for node, place in found.items() if place < small}
+        self._draft.pool.adopt(forwarded.keys(), forwarded.values())
         return Forest(layers)
 
     def _layer(
@@ -160,27 +166,6 @@ class DeviceProposer:
             new.append(None if node in seen or node.finish is not None else node)
             seen.add(node)
         return DraftLayer(parents, support, draws), new
-
-    def _enter(
-        self,
-        depth: int,
-        new: list[Node | None],
-        request: Request,
-        answer: Answer,
-        offset: int,
-        held: set[int],
-    ) -> None:
-        """Enter one layer's nodes where the device has put them."""
-        for i, node in enumerate(new):
-            if node is None:
-                continue
-            at = depth * self._width + i
-            held.add(at)
-            space, small = request.target_space, request.draft_space
-            self._target.pool.adopt(node, space.slots[at], space.mask_rows[at])
-            self._target.rows.put_best([node], answer.rows, [offset + at])
-            if depth + 1 < self._gamma:
-                self._draft.pool.adopt(node, small.slots[at], small.mask_rows[at])
 
 
 def device_proposer(

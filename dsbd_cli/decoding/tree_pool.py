@@ -74,6 +74,8 @@ class TreePool:
         self._entries: dict[Node, _Entry] = {}
         self._tips: set[Node] = set()
         self._open: set[Node] = set()
+        self._reserved: list[tuple[int, int]] = []
+        self._computed: dict[Node, int] = {}
 
     def pointers(self) -> tuple[int, int]:
         """Changes whenever a buffer is replaced by a larger one: recordings hold addresses."""
@@ -102,6 +104,7 @@ class TreePool:
         Args:
             room: slots to have ready beyond the prompt.
         """
+        self.release()
         held = set(kept)
         slots = {*self._prompt_slots, *(entry.slot for entry in self._entries.values())}
         self.masks.give(self._entries[node].mask_row for node in self._open)
@@ -134,7 +137,7 @@ class TreePool:
     # The tree.
 
     def __contains__(self, node: Node) -> bool:
-        return node in self._entries
+        return node in self._entries or node in self._computed
 
     def missing(self, wanted: Iterable[Node]) -> list[Node]:
         """`wanted` nodes, and their ancestors that are not computed yet, parents first."""
@@ -166,7 +169,8 @@ class TreePool:
                 inside[i] = inside[place[parent]]
                 base.append(base[place[parent]])
             else:
-                base.append(self._open_row(parent))
+                # A known node's own row holds all that its parent's does, and is open.
+                base.append(open_rows[i] or self._open_row(parent))
             inside[i, i] = True
             if node in slots:
                 self._entries[node] = _Entry(slots[node])
@@ -187,21 +191,46 @@ class TreePool:
 
     def reserve(self, count: int) -> tuple[list[int], list[int]]:
         """Slots and mask rows for `count` nodes that are only known once they are computed."""
-        return self._take(count), self.masks.take(count)
+        self.release()
+        slots, mask_rows = self._take(count), self.masks.take(count)
+        self._reserved = list(zip(slots, mask_rows, strict=True))
+        return slots, mask_rows
 
-    def adopt(self, node: Node, slot: int, mask_row: int) -> None:
-        """Enter a node computed in a reserved slot; its parent is entered already."""
-        assert node.parent is not None
-        self._entries[node] = _Entry(slot, mask_row=mask_row)
-        self._entries[node.parent].children += 1
-        self._tips.discard(node.parent)
-        self._tips.add(node)
-        self._open.add(node)
+    def adopt(self, nodes: Iterable[Node], places: Iterable[int]) -> None:
+        """Nodes computed in places of the reserved space: the next `retain` enters those that live on."""
+        self._computed.update(zip(nodes, places, strict=True))
 
-    def release(self, slots: Iterable[int], mask_rows: Iterable[int]) -> None:
-        """Give back what was reserved for nodes that came to nothing."""
-        self.slots.give(slots)
-        self.masks.give(mask_rows)
+    def release(self) -> None:
+        """Give back what is reserved and not entered."""
+        self.slots.give(slot for slot, _ in self._reserved)
+        self.masks.give(row for _, row in self._reserved)
+        self._reserved, self._computed = [], {}
+
+    def _settle(self, leaves: Iterable[Node]) -> None:
+        """Enter the computed nodes among and above `leaves`; the rest of the reserved space is given back.
+
+        Most of a forest dies in the iteration that made it: those nodes are never entered.
+        """
+        entered = set()
+        for leaf in leaves:
+            path: list[Node] = []
+            node: Node | None = leaf
+            while node is not None and node not in self._entries:
+                if node in self._computed:
+                    path.append(node)
+                node = node.parent
+            for new in reversed(path):
+                place = self._computed[new]
+                slot, mask_row = self._reserved[place]
+                entered.add(place)
+                assert new.parent is not None
+                self._entries[new] = _Entry(slot, mask_row=mask_row)
+                self._entries[new.parent].children += 1
+                self._tips.discard(new.parent)
+                self._tips.add(new)
+                self._open.add(new)
+        self._reserved = [both for place, both in enumerate(self._reserved) if place not in entered]
+        self.release()
 
     def withdraw(self, nodes: Sequence[Node]) -> None:
         """Take planned nodes (parents first) out again, as if they had never been computed."""
@@ -223,6 +252,9 @@ class TreePool:
 
         Leaves need not be computed yet; the root always stays.
         """
+        leaves = list(leaves)
+        if self._reserved:
+            self._settle(leaves)
         keep = {self.root}
         for leaf in leaves:
             node = leaf
