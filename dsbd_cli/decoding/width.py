@@ -5,6 +5,7 @@ A width that is a function of (p, q) and never of the draws keeps every slot an 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 import numpy as np
@@ -21,8 +22,8 @@ class WidthRule(Protocol):
     def for_draws(self, p: np.ndarray, q: np.ndarray, draws: int) -> int:
         """Width for the `paper` and `continue` rules: p, q aligned [n], `draws` = W_S."""
 
-    def for_cover(self, inside: float) -> int:
-        """Width for the `cover` rule: `inside` = p's mass on the forest or on finished sequences."""
+    def for_cover(self, inside: Callable[[], float]) -> int:
+        """Width for the `cover` rule: `inside()` is p's mass on the forest or on finished sequences."""
 
 
 class FixedWidth:
@@ -34,7 +35,7 @@ class FixedWidth:
     def for_draws(self, p: np.ndarray, q: np.ndarray, draws: int) -> int:
         return self.width
 
-    def for_cover(self, inside: float) -> int:
+    def for_cover(self, inside: Callable[[], float]) -> int:
         return self.width
 
 
@@ -51,8 +52,9 @@ class ThresholdWidth:
         reach = [k for k in range(1, min(self.width, draws) + 1) if below[k - 1] <= self._slack]
         return max([self.min_width, *reach])
 
-    def for_cover(self, inside: float) -> int:
-        reach = [k for k in range(1, self.width + 1) if 1 - inside**k <= self._slack]
+    def for_cover(self, inside: Callable[[], float]) -> int:
+        mass = inside()
+        reach = [k for k in range(1, self.width + 1) if 1 - mass**k <= self._slack]
         return max([self.min_width, *reach])
 
 

@@ -8,6 +8,7 @@ sampling is this loop without a forest, speculative sampling is it with one beam
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 
 import numpy as np
 
@@ -94,7 +95,7 @@ def cover_layers(run: Run, forest: Forest, verify: str = "cover") -> Iterator[La
     """
     for depth, drafted in enumerate(forest.layers):
         support = run.p_beam()
-        width = run.widths.for_cover(float(support.prob[_inside(run, support, drafted)].sum()))
+        width = run.widths.for_cover(partial(_mass_inside, run, support, drafted))
         slots = [run.node(support, i) for i in run.chance.picks(support.prob, width)]
         # A finished sequence needs no node of the forest.
         verdicts = tuple(node.finish is not None or run.target.knows(node) for node in slots)
@@ -111,8 +112,8 @@ def cover_layers(run: Run, forest: Forest, verify: str = "cover") -> Iterator[La
     yield run.draw_layer(run.width)
 
 
-def _inside(run: Run, support: Support, drafted: DraftLayer) -> np.ndarray:
-    """bool [n]: continuations in the drafted layer, and those that finish by EOS.
+def _mass_inside(run: Run, support: Support, drafted: DraftLayer) -> float:
+    """p's mass on the continuations in the drafted layer, and on those that finish by EOS.
 
     One that a stop string would finish counts only if drafted: finding it costs a text each. None
     finishes by length, for the last layer of the budget is never drafted (`Run.propose`).
@@ -120,4 +121,5 @@ def _inside(run: Run, support: Support, drafted: DraftLayer) -> np.ndarray:
     place = {node: i for i, node in enumerate(run.hypotheses.active)}
     held = [(place[node.parent] << 32) | node.token for node in drafted.draws if node.parent in place]
     ends = np.isin(support.token, list(run.trie.eos_ids))
-    return ends | np.isin(_keys(support.parent, support.token), held)
+    inside = ends | np.isin(_keys(support.parent, support.token), held)
+    return float(support.prob[inside].sum())
