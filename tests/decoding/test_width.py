@@ -95,7 +95,7 @@ def test_a_perfect_draft_reaches_the_width_at_any_threshold() -> None:
         p = rng.dirichlet(np.ones(9))
         q = p * (1 + 1e-15 * rng.standard_normal(9))  # what another summation order leaves
         assert ThresholdWidth(4, 1, 1.0).for_draws(p, q, 4) == 4
-        assert ThresholdWidth(4, 1, 1.0).for_cover(lambda: float(p.sum())) == 4
+        assert ThresholdWidth(4, 1, 1.0).for_cover(lambda p=p: float(p.sum())) == 4
         assert ThresholdWidth(4, 1, 1.0).for_cover(lambda: 1 - 2e-16) == 4
 
 
