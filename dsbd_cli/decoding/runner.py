@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -10,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dsbd_cli.decoding import lean
+from dsbd_cli.decoding import lean, tiles
 from dsbd_cli.decoding.cuda_graph import GraphForward, why_not
 from dsbd_cli.decoding.device_draft import DeviceProposer, device_proposer
 from dsbd_cli.decoding.device_loop import DeviceLoop
@@ -75,8 +74,6 @@ class HfTreeModel:
         self._graphs: GraphForward | None = None
         self._loops: dict[tuple[Any, ...], DeviceLoop] = {}
         self._no_loops: str | None = None
-        # Checked on the CPU against drafting step by step; asked for by name until a GPU has run it too.
-        self._may_loop = self.device.type != "cuda" or os.environ.get("DSBD_DEVICE_LOOP") == "1"
         self._record = self.device.type == "cuda" if graphs is None else graphs
         if self._record and (reason := why_not(module)):
             self._no_graphs(reason)
@@ -108,11 +105,14 @@ class HfTreeModel:
 
     def _forwards(self, fast: bool, int8: bool) -> Iterator[Callable[..., Tensor]]:
         """Ways to compute, the quickest first; the model's own comes last."""
-        if fast and lean.serves(self.model):
-            quickest = lean.LeanForward(self.model, int8=int8)
-            yield quickest
-            if quickest.kernels is not None:
-                yield lean.LeanForward(self.model, int8=int8, kernels=False)
+        for narrow in (True, False) if int8 else (False,):
+            if fast and tiles.serves(self.model, narrow):
+                yield tiles.TileForward(self.model, int8=narrow)
+            if fast and lean.serves(self.model):
+                quickest = lean.LeanForward(self.model, int8=narrow)
+                yield quickest
+                if quickest.kernels is not None:
+                    yield lean.LeanForward(self.model, int8=narrow, kernels=False)
         yield TreeForward(self.model)
 
     def _use(self, forward: Callable[..., Tensor]) -> None:
@@ -226,7 +226,7 @@ class HfTreeModel:
 
     def device_proposer(self, draft: Any, *how: Any) -> DeviceProposer | None:
         """A proposer that drafts and verifies in one recording, or None (`device_draft.device_proposer`)."""
-        if not self._may_loop or not isinstance(draft, HfTreeModel):
+        if not isinstance(draft, HfTreeModel):
             return None
         return device_proposer(self, draft, *how)
 

@@ -105,7 +105,7 @@ def test_without_kernels_everything_goes_on(trouble, monkeypatch, tmp_path):
     elif trouble == "broken compiler":
         monkeypatch.setenv("CC", "false")
         with pytest.raises(subprocess.CalledProcessError):
-            native._built()
+            native.built("kernels.c")
     else:
         (tmp_path / "native").write_text("a file where a folder should be")
     assert native.load.__wrapped__() is None

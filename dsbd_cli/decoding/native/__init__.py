@@ -14,7 +14,9 @@ import platform
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -22,7 +24,8 @@ from torch import Tensor
 
 from dsbd_cli.loading.cache import build_once, cache_root
 
-_SOURCE = Path(__file__).with_name("kernels.c")
+_T = TypeVar("_T")
+_FOLDER = Path(__file__).parent
 _FLAGS = [
     "-O3", "-march=native", "-shared", "-fPIC", "-fopenmp-simd", "-fno-math-errno", "-fno-trapping-math",
 ]  # fmt: skip
@@ -135,10 +138,15 @@ def serves(dtype: torch.dtype, head: int = 0) -> bool:
 @functools.cache
 def load() -> Kernels | None:
     """The kernels, compiled if need be; None where that is not possible or not wanted."""
+    return compiled(lambda: Kernels(built("kernels.c")))
+
+
+def compiled(make: Callable[[], _T]) -> _T | None:
+    """What `make` builds and loads; None where that is not possible or not wanted."""
     if os.environ.get("DSBD_NATIVE") == "0" or sys.platform == "win32":
         return None
     try:
-        return Kernels(_built() / "kernels.so")
+        return make()
     except (OSError, subprocess.SubprocessError, AttributeError):
         return None
     except Exception as error:
@@ -148,19 +156,31 @@ def load() -> Kernels | None:
         raise
 
 
-def _built() -> Path:
+def built(*sources: str, flags: Sequence[str] = ()) -> Path:
+    """The shared object built from the last of `sources` (files of this folder; those before it are included).
+
+    Raises:
+        OSError, subprocess.SubprocessError: no compiler, or one that refuses.
+    """
     compiler = os.environ.get("CC") or shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
     if not compiler:
         raise FileNotFoundError("no C compiler")
-    name = hashlib.sha256(
-        "\n".join([_SOURCE.read_text(), *_FLAGS, platform.machine(), _processor()]).encode()
-    ).hexdigest()[:16]
+    texts = [(_FOLDER / name).read_text(encoding="utf-8") for name in sources]
+    everything = "\n".join([*texts, *_FLAGS, *flags, platform.machine(), _processor()])
+    folder = cache_root() / "native" / hashlib.sha256(everything.encode()).hexdigest()[:16]
+    last = Path(sources[-1])
 
     def build(folder: Path) -> None:
-        command = [compiler, *_FLAGS, "-o", str(folder / "kernels.so"), str(_SOURCE), "-lm"]
+        out = str(folder / last.with_suffix(".so"))
+        command = [compiler, *_FLAGS, *flags, "-o", out, str(_FOLDER / last), "-lm"]
         subprocess.run(command, check=True, capture_output=True, timeout=120)
 
-    return build_once(cache_root() / "native" / name, build, what="the CPU kernels")
+    return build_once(folder, build, what="the CPU kernels") / last.with_suffix(".so")
+
+
+def processor_flags() -> set[str]:
+    """What this processor says it can do, as Linux spells it; nothing where that cannot be read."""
+    return set(_processor().partition(":")[2].split())
 
 
 def _processor() -> str:
