@@ -26,7 +26,7 @@ from benchmarks.kit.phases import breakdown
 from benchmarks.kit.profiler import profile
 from benchmarks.kit.prompts import Prompt, add_prompts, load_prompts
 from benchmarks.kit.report import report, summary_of
-from benchmarks.kit.results import Results, read
+from benchmarks.kit.results import Results, joined, write
 from dsbd_cli.bench import context
 from dsbd_cli.bench.arms import Arm
 from dsbd_cli.bench.measure import Answer, PairBackend, seed_of
@@ -35,6 +35,7 @@ from dsbd_cli.errors import DsbdError, UserError
 from dsbd_cli.loading.quiet import quiet_transformers
 
 BASELINES = "hf-beam-sample,beam,multinomial"
+_KEY = ("prompt", "arm", "repeat")
 
 
 def parser() -> argparse.ArgumentParser:
@@ -72,8 +73,9 @@ def parser() -> argparse.ArgumentParser:
     )
     result.add_argument("--out", type=Path, help="results file (JSON)")
     result.add_argument(
-        "--report", type=Path, metavar="FILE", help="print the table of a results file, run nothing"
-    )
+        "--report", type=Path, metavar="FILE", nargs="+",
+        help="print the tables of a results file, or of all parts of a run; run nothing (--out: write them as one)",
+    )  # fmt: skip
     return result
 
 
@@ -81,7 +83,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser().parse_args(arguments)
     try:
         if options.report:
-            print(report(read(options.report)))
+            whole = joined(options.report, _KEY)
+            whole["summary"] = summary_of(whole)
+            if options.out is not None:
+                write(options.out, whole)
+            print(report(whole))
             return 0
         if options.out is None:
             raise UserError("--out is missing: name the results file")
@@ -110,7 +116,7 @@ def run(options: argparse.Namespace) -> int:
         "seed": options.seed,
     }
     with (
-        Results(options.out, facts, ("prompt", "arm", "repeat")) as results,
+        Results(options.out, facts, _KEY) as results,
         quiet_transformers(),
         pairs.endless(decoder, options.fixed_length),
     ):

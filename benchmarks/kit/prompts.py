@@ -12,6 +12,7 @@ from typing import Any
 
 from dsbd_cli.bench.datasets import load_dataset
 from dsbd_cli.loading import Pair
+from dsbd_cli.errors import UserError
 from dsbd_cli.prompts import encode
 from dsbd_cli.settings import Settings
 
@@ -34,6 +35,8 @@ def add_prompts(parser: argparse.ArgumentParser, count: int) -> None:
     group.add_argument(
         "--prompts", type=int, default=count, metavar="N", help="how many (default %(default)s)"
     )
+    group.add_argument("--part", metavar="I/N",
+                       help="only the I-th of N equal parts of them: one part a card, joined by --report")  # fmt: skip
     group.add_argument("--prompt-tokens", type=int, metavar="N",
                        help="cut each to N tokens, or fill it up with others before it")  # fmt: skip
 
@@ -57,7 +60,22 @@ def load_prompts(options: argparse.Namespace, pair: Pair, settings: Settings) ->
     prompts = [prompt for row in rows for prompt in row if prompt is not None][: options.prompts]
     if options.prompt_tokens:
         prompts = fitted(prompts, options.prompt_tokens)
+    if options.part:
+        prompts = part_of(prompts, options.part)
     return prompts, " + ".join(labels)
+
+
+def part_of(prompts: Sequence[Prompt], part: str) -> list[Prompt]:
+    """Part `I/N` (I from 1) of the prompts, in order, none left out and none twice over all parts.
+
+    Raises:
+        UserError: not such a fraction.
+    """
+    number, _, count = part.partition("/")
+    if not (number.isdigit() and count.isdigit() and 1 <= int(number) <= int(count) <= len(prompts)):
+        raise UserError(f"--part {part}: write I/N with 1 <= I <= N <= {len(prompts)} prompts, such as 1/4")
+    bounds = [len(prompts) * i // int(count) for i in (int(number) - 1, int(number))]
+    return list(prompts[slice(*bounds)])
 
 
 def fitted(prompts: Sequence[Prompt], length: int) -> list[Prompt]:

@@ -71,19 +71,7 @@ class Results:
         Raises:
             RunError: it cannot be written.
         """
-        text = json.dumps({"format": _FORMAT, **self.whole()}, allow_nan=False)
-        part = None
-        try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            handle, part = tempfile.mkstemp(prefix=f".{self.path.name}-", dir=self.path.parent)
-            with os.fdopen(handle, "w", encoding="utf-8") as file:
-                file.write(text + "\n")
-            os.chmod(part, 0o644)
-            os.replace(part, self.path)
-        except OSError as error:
-            if part is not None:
-                Path(part).unlink(missing_ok=True)
-            raise RunError(f"{self.path} cannot be written: {error.strerror}") from None
+        write(self.path, self.whole())
         self._saved = time.monotonic()
 
     def _take_up(self) -> None:
@@ -103,6 +91,46 @@ class Results:
 
     def _key_of(self, record: Mapping[str, Any]) -> Hashable:
         return tuple(record[name] for name in self._key)
+
+
+def write(path: Path, whole: Mapping[str, Any]) -> None:
+    """Write a results file, or leave the old one.
+
+    Raises:
+        RunError: it cannot be written.
+    """
+    text = json.dumps({"format": _FORMAT, **whole}, allow_nan=False)
+    part = None
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, part = tempfile.mkstemp(prefix=f".{path.name}-", dir=path.parent)
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(text + "\n")
+        os.chmod(part, 0o644)
+        os.replace(part, path)
+    except OSError as error:
+        if part is not None:
+            Path(part).unlink(missing_ok=True)
+        raise RunError(f"{path} cannot be written: {error.strerror}") from None
+
+
+def joined(paths: Sequence[Path], key: Sequence[str]) -> dict[str, Any]:
+    """Results files of parts of one run, as one; what is not a record is the first file's, sessions are all.
+
+    Raises:
+        UserError: one is no results file, was begun with other facts, or holds what another one holds.
+    """
+    whole, *others = [read(path) for path in paths]
+    for path, other in zip(paths[1:], others, strict=True):
+        changed = [name for name in whole["facts"] if whole["facts"][name] != other["facts"].get(name)]
+        if changed:
+            raise UserError(f"{path} was begun with another {changed[0]} than {paths[0]}: they are two runs")
+        whole["records"] = whole["records"] + other["records"]
+        whole["sessions"] = [*whole.get("sessions", []), *other.get("sessions", [])]
+    seen = {tuple(record[name] for name in key) for record in whole["records"]}
+    if len(seen) < len(whole["records"]):
+        raise UserError(f"{', '.join(map(str, paths))} hold the same measurements: give each part once")
+    return whole
 
 
 def read(path: Path) -> dict[str, Any]:

@@ -14,8 +14,8 @@ from torch.autograd import DeviceType
 from benchmarks.kit import growth, phases, profiler
 from benchmarks.kit.arms import DEFAULT_ARMS, parse_arms
 from benchmarks.kit.bandwidth import copy_bandwidth, read_bytes
-from benchmarks.kit.prompts import Prompt, fitted
-from benchmarks.kit.results import Results, read
+from benchmarks.kit.prompts import Prompt, fitted, part_of
+from benchmarks.kit.results import Results, joined, read, write
 from benchmarks.kit.summary import median, summarise
 from dsbd_cli.bench.arms import METHODS
 from dsbd_cli.decoder import Decoder
@@ -310,3 +310,30 @@ def test_lines_are_medians_over_rounds() -> None:
         {"curve": "width", "series": "target", "x": 2, "round": 0, "forward_ms": 7.0},
     ]
     assert growth.lines(records, "nodes", "forward_ms", 10) == {"target": [(1, 10.0), (2, 50.0)]}
+
+
+def test_parts_of_a_run_are_joined(tmp_path: Path) -> None:
+    prompts = [Prompt(str(i), [i]) for i in range(10)]
+    parts = [part_of(prompts, f"{i}/3") for i in (1, 2, 3)]
+    assert [prompt for part in parts for prompt in part] == prompts
+    assert max(map(len, parts)) - min(map(len, parts)) <= 1
+    for wrong in ("0/3", "4/3", "1/11", "a/2", "1", "1/0"):
+        with pytest.raises(UserError, match="--part"):
+            part_of(prompts, wrong)
+    paths = [tmp_path / f"{i}.json" for i in range(3)]
+    for path, part in zip(paths, parts, strict=True):
+        with Results(path, {"model": "a"}, ("prompt",)) as results:
+            results.parts["sessions"] = [path.name]
+            for prompt in part:
+                results.add({"prompt": prompt.name})
+    whole = joined(paths, ("prompt",))
+    assert [record["prompt"] for record in whole["records"]] == [prompt.name for prompt in prompts]
+    assert whole["sessions"] == [path.name for path in paths]
+    write(tmp_path / "whole.json", whole)
+    assert read(tmp_path / "whole.json") == whole
+    with pytest.raises(UserError, match="same measurements"):
+        joined([paths[0], paths[0]], ("prompt",))
+    with Results(tmp_path / "other.json", {"model": "b"}, ("prompt",)):
+        pass
+    with pytest.raises(UserError, match="another model"):
+        joined([paths[0], tmp_path / "other.json"], ("prompt",))
