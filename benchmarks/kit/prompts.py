@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from dsbd_cli.bench.datasets import load_dataset
-from dsbd_cli.loading import Pair
 from dsbd_cli.errors import UserError
+from dsbd_cli.loading import Pair
 from dsbd_cli.prompts import encode
 from dsbd_cli.settings import Settings
 

@@ -152,7 +152,7 @@ class PairBackend:
         return answer_logprob(self.decoder.pair, prompt_ids, token_ids)
 
     def _ours(self, arm: Arm, ids: list[int], seed: int) -> Answer:
-        result = self.decoder.generate(ids, dataclasses.replace(arm.settings, seed=seed))
+        result = self.decoder.generate(ids, dataclasses.replace(arm.settings, seed=seed), energy=False)
         stats = dataclasses.asdict(result.stats)
         return Answer(
             text=result.text,
