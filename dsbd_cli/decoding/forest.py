@@ -61,13 +61,15 @@ class DraftModelProposer:
         draft: the draft model, prefilled with the same prompt.
         width: W_S.
         distinct: take the W_S most probable distinct continuations (`cover`) instead of draws.
+        mass: of those, only the first that hold this much of their joint probability together.
     """
 
     def __init__(
-        self, draft: TreeModel, trie: Trie, warp: Warp, width: int, chance: Chance, distinct: bool
-    ) -> None:
+        self, draft: TreeModel, trie: Trie, warp: Warp, width: int, chance: Chance, distinct: bool,
+        mass: float = 1.0,
+    ) -> None:  # fmt: skip
         self._draft, self._trie, self._warp = draft, trie, warp
-        self._width, self._chance, self._distinct = width, chance, distinct
+        self._width, self._chance, self._distinct, self._mass = width, chance, distinct, mass
         self.exhausted = False
 
     def propose(self, beams: list[Node], depth: int) -> Forest:
@@ -79,7 +81,7 @@ class DraftModelProposer:
             self._draft.forward(parents)
             support = self._draft.joint(parents, scores, self._warp)
             if self._distinct:
-                picks = [int(i) for i in most_probable(support, self._width)]
+                picks = [int(i) for i in most_probable(support, self._width, self._mass)]
             else:
                 picks = self._chance.picks(support.prob, self._width)
             draws = [self._trie.child(parents[support.parent[i]], int(support.token[i])) for i in picks]

@@ -135,6 +135,13 @@ def residual(p: np.ndarray, q: np.ndarray) -> np.ndarray:
     return rest / mass if mass > 0 else p
 
 
-def most_probable(support: Support, count: int) -> np.ndarray:
-    """Indices of the `count` most probable continuations; ties: earlier parent, then lower token."""
-    return np.argsort(-support.prob, kind="stable")[:count]
+def most_probable(support: Support, count: int, mass: float = 1.0) -> np.ndarray:
+    """Indices of the `count` most probable continuations; ties: earlier parent, then lower token.
+
+    Args:
+        mass: stop at the first that completes this much probability.
+    """
+    order = np.argsort(-support.prob, kind="stable")[:count]
+    if mass < 1:
+        order = order[: int(np.searchsorted(np.cumsum(support.prob[order]), mass)) + 1]
+    return order

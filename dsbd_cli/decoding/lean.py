@@ -91,6 +91,7 @@ class LeanForward:
     Attributes:
         dtype: of activations, keys and values.
         kind: the products it uses.
+        int8: whether they are in int8.
         kernels: what runs the steps between them, or None for tensor operations.
         reads_length: whether `cache.length` bounds attention, so that `mask` may be wider.
         between: called between some layers, or None.
@@ -100,7 +101,8 @@ class LeanForward:
         self, model: Any, *, int8: bool = False, kind: type | None = None, kernels: bool = True
     ) -> None:
         self.kind = kind or kind_of_linear(model, int8)
-        self.dtype = torch.float32 if self.kind is Int8Linear else model.dtype
+        self.int8 = self.kind is Int8Linear
+        self.dtype = torch.float32 if self.int8 else model.dtype
         self.between: Callable[[], None] | None = None
         inner = model.model
         self._embed: nn.Embedding = inner.embed_tokens

@@ -11,6 +11,7 @@ from dsbd_cli.decoding.forest import Forest, Proposer
 from dsbd_cli.decoding.hypotheses import Hypotheses
 from dsbd_cli.decoding.law import Support, Warp
 from dsbd_cli.decoding.model import TreeModel
+from dsbd_cli.decoding.pace import Pace
 from dsbd_cli.decoding.tree import Node, Trie
 from dsbd_cli.decoding.width import WidthRule
 
@@ -28,8 +29,9 @@ class Run:
         width: W.
         budget: generated tokens at most; a sequence of this length is finished.
         proposer: where forests come from, or None for plain decoding.
-        gamma: layers to draft per target call.
+        gamma: layers to draft per target call, at most.
         kv_one: the memory-constrained mode.
+        pace: how many layers are worth drafting, or None for always gamma.
         keep_answer: leave the best finished sequence in the caches, for a prompt that goes on from it.
     """
 
@@ -45,6 +47,7 @@ class Run:
     gamma: int = 0
     kv_one: bool = False
     keep_answer: bool = False
+    pace: Pace | None = None
     _layers: list[Layer] = field(default_factory=list)
 
     def propose(self) -> Forest:
@@ -54,6 +57,8 @@ class Run:
         depth = min(self.gamma, self.budget - beams[0].depth - 1)
         if self.proposer is None or depth <= 0:
             return Forest()
+        if self.pace is not None:
+            depth = self.pace.depth(depth)
         return self.proposer.propose(beams, depth)
 
     def advance(self, forest: Forest) -> None:
@@ -96,6 +101,8 @@ class Run:
             self.hypotheses.keep_best_active()
         active = self.hypotheses.active
         event = Iteration(tuple(active), forest, tuple(self._layers))
+        if self.pace is not None and forest.layers:
+            self.pace.learn([layer.passed for layer in self._layers[: len(forest.layers)]])
         self._layers.clear()
         best = self.hypotheses.best_finished() if self.keep_answer else None
         leaves = active if best is None else [*active, best]

@@ -154,7 +154,7 @@ def test_int8_is_close_and_a_large_token_matters_only_to_itself(dtype, count):
     ids, parents, slots = tree(count, 5)
     ids[1], parents[2:] = 7, [0 if parent == 1 else parent for parent in parents[2:]]
     got = run(tiles.TileForward(model, int8=True), model, TreeCache(128), ids, parents, slots)
-    assert far(got, plain(model, ids, parents)) < 0.03
+    assert far(got, plain(model, ids, parents)) < 0.05
 
 
 def test_int8_weights_come_back_from_their_tiles():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
 from dsbd_cli.decoding.chance import Chance
@@ -13,6 +14,7 @@ from dsbd_cli.decoding.methods.deterministic import beam_search
 from dsbd_cli.decoding.methods.dsbd import dsbd
 from dsbd_cli.decoding.methods.specinfer import TreeProposer, specinfer
 from dsbd_cli.decoding.model import TreeModel
+from dsbd_cli.decoding.pace import Pace
 from dsbd_cli.decoding.run import Run
 from dsbd_cli.decoding.tree import Trie
 from dsbd_cli.decoding.width import FixedWidth, WidthRule, width_rule
@@ -50,6 +52,28 @@ def draft_warp(settings: Settings) -> Warp:
     return Warp(top_k=settings.draft_width) if takes_most_probable(settings) else warp_of(settings)
 
 
+def layer_price(target: TreeModel, draft: TreeModel) -> float | None:
+    """What one more drafted layer costs, in target calls; None where that need not be looked at.
+
+    With DSBD_FIXED_FOREST=1 (to measure what width and gamma do) it never is.
+    """
+    price = getattr(target, "layer_price", None)
+    return None if price is None or os.environ.get("DSBD_FIXED_FOREST") == "1" else price(draft)
+
+
+def forest_mass(settings: Settings) -> float:
+    """The draft's mass that a layer of a sparing `cover` forest holds: half of what top-p would cut stays.
+
+    The target's own support ends at top-p; what the draft puts beyond it is mostly never drawn. A
+    dynamic width (`threshold`) depends on the forest's mass, and is given the whole forest.
+    """
+    dynamic = settings.threshold is not None and settings.min_width < settings.width
+    greedy = settings.deterministic or warp_of(settings).greedy
+    if greedy or dynamic or settings.method != "dsbd" or settings.verify != "cover":
+        return 1.0
+    return (1 + settings.top_p) / 2
+
+
 def start(
     settings: Settings,
     target: TreeModel,
@@ -64,6 +88,7 @@ def start(
     warp = draft_warp(settings)
     gamma = settings.gamma
     proposer: Proposer | None = None
+    pace: Pace | None = None
     if draft is not None and settings.method == "specinfer":
         expansion = settings.tree or DEFAULT_TREE
         gamma = len(expansion)
@@ -76,7 +101,13 @@ def start(
         if recorded is not None:
             proposer = recorded(draft, trie, warp, draft_width, draft_chance, distinct, gamma, width)
         if proposer is None:
-            proposer = DraftModelProposer(draft, trie, warp, draft_width, draft_chance, distinct)
+            price = layer_price(target, draft)
+            mass = 1.0 if price is None else forest_mass(settings)
+            if mass < 1:
+                warp = Warp(settings.temperature, warp.top_k)  # what mass is, depends on the temperature
+            if price is not None and not settings.deterministic:
+                pace = Pace(price)
+            proposer = DraftModelProposer(draft, trie, warp, draft_width, draft_chance, distinct, mass)
     widths: WidthRule = FixedWidth(width)
     if settings.method == "dsbd" and not settings.deterministic:
         widths = width_rule(width, settings.min_width, settings.threshold)
@@ -94,6 +125,7 @@ def start(
         proposer,
         gamma,
         kv_one,
+        pace=pace,
     )
 
 
