@@ -205,11 +205,15 @@ class _Generation:
     def _decode(self, run: Run) -> Iterator[Event]:
         loop = decode(run, self.settings)
         warned = False
+        end = time.perf_counter()
         while True:
-            # Only the engine's own time counts: a consumer may take its time over an event.
+            # Only the engine's own time counts: a consumer may take its time over an event. What a
+            # device meanwhile does for the next iteration counts too.
             begin = time.perf_counter()
+            self.seconds += min(begin - end, self.decoder.target.ahead_s)
             event = next(loop, None)
-            self.seconds += time.perf_counter() - begin
+            end = time.perf_counter()
+            self.seconds += end - begin
             if event is None:
                 return
             if isinstance(event, Layer):

@@ -40,6 +40,7 @@ class Phases:
             "propose": self._propose,
             "advance": self._advance,
             "finish_iteration": self._finish,
+            "look_ahead": self._ahead,
         }
         for name, wrap in steps.items():
             self._kept[name] = getattr(Run, name)
@@ -77,6 +78,14 @@ class Phases:
             self._lap("target")
             self.iterations += 1
             return result
+
+        return timed
+
+    def _ahead(self, step: Callable[..., Any]) -> Callable[..., Any]:
+        def timed(run: Run, *arguments: Any) -> None:
+            self._lap("rest")
+            step(run, *arguments)
+            self._lap("target" if run.proposer is None else "draft")
 
         return timed
 

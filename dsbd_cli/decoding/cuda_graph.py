@@ -8,6 +8,7 @@ row. In go seven integers a node, out comes one small block: one copy each way, 
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +23,7 @@ from dsbd_cli.decoding.tree_pool import Plan, TreePool
 
 NODE_BUCKETS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64)
 _LEAST_SLOTS = 256
+_AT_ONCE_S = 1e-4
 _INPUTS = 7  # ids, positions, slots, mask rows, base rows, who sees whom as 64 bits, slots in use
 
 
@@ -100,13 +102,16 @@ class GraphForward:
         """Whether there is a bucket for a plan of this size."""
         return node_bucket(len(plan)) is not None
 
-    def best(self, plan: Plan, count: int) -> Best:
-        """Forward `plan`; the `count` best entries of every node's row."""
-        size = min(count, self.vocab)
-        bucket = self._run(plan, size)
+    def launch(self, plan: Plan, count: int) -> Flight:
+        """Set off the forward of `plan` for the `count` best entries of every node's row; waits for nothing."""
+        bucket = self._run(plan, min(count, self.vocab))
         bucket.landing.copy_(bucket.packed, non_blocking=True)
-        self._recorder.wait()
-        return unpack(bucket.landing.numpy()[: len(plan)].copy())
+        return Flight(bucket.landing, len(plan))
+
+    def land(self, flight: Flight) -> Best:
+        """Wait for the one forward under way; its rows."""
+        flight.wait(self._recorder)
+        return unpack(flight.landing.numpy()[: flight.count].copy())
 
     def logits(self, plan: Plan) -> Tensor:
         """Forward `plan`; logits [N, V'], valid until the next forward."""
@@ -150,6 +155,29 @@ class GraphForward:
             return [logits, logits[:0]]
         logps = log_probabilities(logits, self.vocab)
         return [logits, pack(logps, finite_rows(logps), size)]
+
+
+class Flight:
+    """What is under way on the device.
+
+    Attributes:
+        landing: host memory that will hold the outcome.
+        count: nodes of it.
+        seconds: from the launch to the end, if the host came before it; else None. Known after `wait`.
+    """
+
+    def __init__(self, landing: Tensor, count: int) -> None:
+        self.landing, self.count = landing, count
+        self.seconds: float | None = None
+        self._begin = time.perf_counter()
+
+    def wait(self, recorder: Recorder) -> None:
+        """The one synchronisation of an iteration."""
+        came = time.perf_counter()
+        recorder.wait()
+        now = time.perf_counter()
+        # A wait that is over at once means that the device had been idle for who knows how long.
+        self.seconds = now - self._begin if now - came > _AT_ONCE_S else None
 
 
 class Recorder:

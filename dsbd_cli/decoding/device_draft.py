@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from dsbd_cli.decoding.chance import Chance, SeededChance
+from dsbd_cli.decoding.cuda_graph import Flight
 from dsbd_cli.decoding.device_loop import DeviceLoop
 from dsbd_cli.decoding.device_request import Answer, Layer, Request, Reserved
 from dsbd_cli.decoding.forest import DraftLayer, DraftModelProposer, Forest, draft_room
@@ -40,6 +41,7 @@ class DeviceProposer:
         self._host = DraftModelProposer(draft, trie, warp, width, chance, distinct)
         self._target, self._draft, self._trie, self._chance = target, draft, trie, chance
         self._width, self._gamma, self._distinct = width, gamma, distinct
+        self._flight: Flight | None = None
         self._loop: DeviceLoop | None = target.loop_with(
             draft, width, gamma, beams, None if distinct else warp, sorted(trie.eos_ids)
         )
@@ -49,7 +51,8 @@ class DeviceProposer:
             self._stop(error)
 
     @torch.inference_mode()
-    def propose(self, beams: list[Node], depth: int) -> Forest:
+    def begin(self, beams: list[Node], depth: int) -> None:
+        """Set off what `propose` will be asked for next, if it can be recorded."""
         loop = self._loop
         if (
             loop is None
@@ -57,16 +60,26 @@ class DeviceProposer:
             or draft_room(self._draft, beams) < depth
             or not beams[0].depth
         ):
-            return self._by_steps(beams, depth)
+            return
         request = self._request(beams)
         try:
             if not loop.takes(request):
                 raise RuntimeError("more nodes than any recording has room for")
-            answer = loop.run(request)
+            self._flight = loop.launch(request)
         except RuntimeError as error:
             self._forget()
             self._stop(error)
+        self._target.set_off(self._flight)
+
+    def propose(self, beams: list[Node], depth: int) -> Forest:
+        if self._flight is None:
+            self.begin(beams, depth)
+        flight, self._flight = self._flight, None
+        if flight is None:
             return self._by_steps(beams, depth)
+        assert self._loop is not None
+        answer = self._loop.land(flight)
+        self._target.landed(flight)
         self._draft.calls += self._gamma
         self._target.calls += 1
         forest = self._entered(beams, answer)
@@ -144,28 +157,31 @@ class DeviceProposer:
         small = (self._gamma - 1) * self._width  # the last layer is not forwarded by the draft
         forwarded = {node: place for node, place in found.items() if place < small}
         self._draft.pool.adopt(forwarded.keys(), forwarded.values())
-        return Forest(layers)
+        return Forest(layers, computed=True)
 
     def _layer(
         self, places: list[int], parents: list[Node], drafted: Layer
     ) -> tuple[DraftLayer, list[Node | None]]:
         """A layer as the methods see it, and per draw the node that became a parent, or None."""
-        number = np.full(max(places) + 1, -1)
-        number[places] = np.arange(len(places))
-        inside = drafted.prob > 0
-        support = Support(
-            number[drafted.parent[inside]], drafted.token[inside], drafted.logp[inside], drafted.prob[inside]
-        )
-        draws = [
-            self._trie.child(parents[int(number[drafted.parent[i]])], int(drafted.token[i]))
-            for i in drafted.draws
+        parent, token, logp, prob = drafted.parent, drafted.token, drafted.logp, drafted.prob
+        if places[-1] != len(places) - 1:  # some draws are no parents: those that are have other numbers
+            number = np.full(places[-1] + 1, -1)
+            number[places] = np.arange(len(places))
+            # Entries of no mass may have no parent; they are not looked at.
+            parent = number[np.minimum(parent, places[-1])]
+        child, draws = self._trie.child, drafted.draws
+        nodes = [
+            child(parents[p], t) for p, t in zip(parent[draws].tolist(), token[draws].tolist(), strict=True)
         ]
+        inside = prob > 0
+        if not inside.all():
+            parent, token, logp, prob = parent[inside], token[inside], logp[inside], prob[inside]
         seen: set[Node] = set()
         new: list[Node | None] = []
-        for node in draws:
+        for node in nodes:
             new.append(None if node in seen or node.finish is not None else node)
             seen.add(node)
-        return DraftLayer(parents, support, draws), new
+        return DraftLayer(parents, Support(parent, token, logp, prob), nodes), new
 
 
 def device_proposer(

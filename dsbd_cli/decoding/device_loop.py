@@ -16,11 +16,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dsbd_cli.decoding.cuda_graph import Recorder, pad, seen_inside, slots_to_see
+from dsbd_cli.decoding.cuda_graph import Flight, Recorder, pad, seen_inside, slots_to_see
 from dsbd_cli.decoding.device_law import Drafted, best_layer, draft_layer
 from dsbd_cli.decoding.device_request import Answer, Layer, Request, Reserved, Side
 from dsbd_cli.decoding.law import Warp
-from dsbd_cli.decoding.rows import Best, finite_rows, log_probabilities, pack, unpack
+from dsbd_cli.decoding.rows import finite_rows, log_probabilities, pack, unpack
 from dsbd_cli.decoding.tree_pool import Plan
 
 # Fewer sizes than for single forwards: recording an iteration is dear, and padding it is not.
@@ -99,8 +99,8 @@ class DeviceLoop:
             slots_to_see(self.target.forward, request.target.used, self.target.pool),
         )
 
-    def run(self, request: Request) -> Answer:
-        """One iteration on the device, one wait for it."""
+    def launch(self, request: Request) -> Flight:
+        """Set off one iteration on the device; waits for nothing."""
         sizes = _bucket(len(request.draft)), _bucket(len(request.target))
         assert sizes[0] is not None
         assert sizes[1] is not None
@@ -114,8 +114,12 @@ class DeviceLoop:
             bucket.inputs.copy_(bucket.staging, non_blocking=True)
             bucket.replay()
         bucket.landing.copy_(bucket.packed, non_blocking=True)
-        self._recorder.wait()
-        return self._answer(bucket, len(request.target), sizes[1])
+        return Flight(bucket.landing, len(request.target))
+
+    def land(self, flight: Flight) -> Answer:
+        """Wait for the one iteration under way; what came back."""
+        flight.wait(self._recorder)
+        return self._answer(flight.landing.numpy(), flight.count)
 
     # In and out: one tensor each way.
 
@@ -146,25 +150,38 @@ class DeviceLoop:
         parts = inputs.split([int(np.prod(size)) for size in sizes])
         return [part.view(size) for part, size in zip(parts, sizes, strict=True)]
 
-    def _answer(self, bucket: _Recorded, nodes: int, target_size: int) -> Answer:
-        host = bucket.landing.numpy()
+    def _answer(self, landed: np.ndarray, nodes: int) -> Answer:
+        """What `_steps` has put together, taken apart again.
+
+        Args:
+            landed: float32, overwritten by the next launch.
+            nodes: of the target's plan.
+        """
+        host = landed.copy()
         layers, at = [], 0
         for depth in range(self.gamma):
             parents = self.beams if depth == 0 else self.width
             size = self._support(parents)
             end = at + 2 * (4 * size + self.width)
             numbers = host[at:end].view(np.float64)
-            parent, token, logp, prob = numbers[: 4 * size].reshape(4, size).copy()
-            draws = numbers[4 * size :].astype(np.int64)
+            with np.errstate(invalid="ignore"):  # what has no parent is NaN, and is not looked at
+                whole = numbers.astype(np.int64)  # parents, tokens and draws among them
             at = end + parents
             layers.append(
-                Layer(parent.astype(np.int64), token.astype(np.int64), logp, prob, draws, host[end:at] > 0)
+                Layer(
+                    whole[:size],
+                    whole[size : 2 * size],
+                    numbers[2 * size : 3 * size],
+                    numbers[3 * size : 4 * size],
+                    whole[4 * size :],
+                    host[end:at] > 0,
+                )
             )
         forest = self.gamma * self.width
-        rows = unpack(host[at:].reshape(target_size + forest, -1))
-        # Without what was only padding.
-        keep = np.r_[:nodes, target_size : target_size + forest]
-        return Answer(layers, Best(*(part[keep] for part in rows)))
+        rows = host[at:].reshape(-1, 2 * self.target.row_size + 1)
+        if nodes < len(rows) - forest:  # without what was only padding
+            rows = np.concatenate([rows[:nodes], rows[len(rows) - forest :]])
+        return Answer(layers, unpack(rows))
 
     def _support(self, parents: int) -> int:
         """Entries of a layer's support."""

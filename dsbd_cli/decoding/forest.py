@@ -29,9 +29,14 @@ class DraftLayer:
 
 @dataclass(frozen=True)
 class Forest:
-    """The layers of one iteration, the first one's parents being the input beams."""
+    """The layers of one iteration, the first one's parents being the input beams.
+
+    Attributes:
+        computed: the target knows its nodes and the beams already.
+    """
 
     layers: list[DraftLayer] = field(default_factory=list)
+    computed: bool = False
 
     def unfinished(self) -> Iterator[Node]:
         """Distinct drafted nodes that a model may be asked about (finished ones are leaves)."""

@@ -14,8 +14,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-# What is believed of a layer before any was tried: rather too much, a layer too many is soon noticed.
-_HOPE = 0.8
+# What is believed of a layer before any was tried. Measured: more costs short answers a third of their speed.
+_HOPE = 0.65
 # Weight of the newest observation: the last five or so decide.
 _RATE = 0.2
 # A depth that was not tried comes to be believed as good as the one above it: else it is never tried again.

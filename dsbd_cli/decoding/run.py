@@ -52,18 +52,34 @@ class Run:
 
     def propose(self) -> Forest:
         """The iteration's forest: at most gamma layers, and none that the budget leaves no room for."""
-        beams = self.hypotheses.active
-        # The last layer of a sequence is drawn from known rows, so it needs no draft: budget less one.
-        depth = min(self.gamma, self.budget - beams[0].depth - 1)
+        depth = self._depth()
         if self.proposer is None or depth <= 0:
             return Forest()
         if self.pace is not None:
             depth = self.pace.depth(depth)
-        return self.proposer.propose(beams, depth)
+        return self.proposer.propose(self.hypotheses.active, depth)
+
+    def _depth(self) -> int:
+        """Layers to draft: the last one of a sequence is drawn from known rows, so budget less one."""
+        return min(self.gamma, self.budget - self.hypotheses.active[0].depth - 1)
+
+    def look_ahead(self, verify: str) -> None:
+        """Set off what the next iteration of `dsbd` needs, where a device can work on its own.
+
+        Text, panels and whatever else is made of this iteration's events then cost no time.
+        """
+        if self.hypotheses.stopped() or (verify == "cover" and self.known()):
+            return
+        if self.proposer is not None and self._depth() > 0:
+            if (begin := getattr(self.proposer, "begin", None)) is not None:
+                begin(self.hypotheses.active, self._depth())
+        elif (begin := getattr(self.target, "begin", None)) is not None:
+            begin(self.hypotheses.active)
 
     def advance(self, forest: Forest) -> None:
         """The one target call of an iteration: the beams not computed yet, and the whole forest."""
-        self.target.forward([*self.hypotheses.active, *forest.unfinished()])
+        if not forest.computed:
+            self.target.forward([*self.hypotheses.active, *forest.unfinished()])
 
     def p_beam(self) -> Support:
         """The law of the next layer, over the active set (all known)."""
@@ -95,8 +111,12 @@ class Run:
         support = self.p_beam()
         return self.commit([self.node(support, i) for i in self.chance.picks(support.prob, width)])
 
-    def finish_iteration(self, forest: Forest) -> Iterator[Iteration]:
-        """Close an iteration: drop what is dead from the caches, and report."""
+    def finish_iteration(self, forest: Forest, ahead: str | None = None) -> Iterator[Iteration]:
+        """Close an iteration: drop what is dead from the caches, and report.
+
+        Args:
+            ahead: the rule by which `dsbd` goes on, if it does: the next iteration is set off first.
+        """
         if self.kv_one:
             self.hypotheses.keep_best_active()
         active = self.hypotheses.active
@@ -109,4 +129,6 @@ class Run:
         self.target.retain(leaves)
         if self.proposer is not None:
             self.proposer.retain(leaves)
+        if ahead is not None:
+            self.look_ahead(ahead)
         yield event

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from dsbd_cli.decoding import lean, tiles
-from dsbd_cli.decoding.cuda_graph import GraphForward, why_not
+from dsbd_cli.decoding.cuda_graph import Flight, GraphForward, why_not
 from dsbd_cli.decoding.device_draft import DeviceProposer, device_proposer
 from dsbd_cli.decoding.device_loop import DeviceLoop
 from dsbd_cli.decoding.device_request import Side
@@ -76,6 +76,8 @@ class HfTreeModel:
         self._graphs: GraphForward | None = None
         self._loops: dict[tuple[Any, ...], DeviceLoop] = {}
         self._no_loops: str | None = None
+        self._underway: tuple[list[Node], Flight, list[int]] | None = None
+        self._flying, self._ahead_s = False, 0.0
         self._record = self.device.type == "cuda" if graphs is None else graphs
         if self._record and (reason := why_not(module)):
             self._no_graphs(reason)
@@ -186,6 +188,10 @@ class HfTreeModel:
             room: slots to have ready beyond the prompt, so that buffers need not grow later.
         """
         self.require_tree()
+        if self._graphs is not None and self.device.type == "cuda":
+            # A run that was left may have work under way.
+            torch.cuda.current_stream(self.device).synchronize()
+        self._underway, self._flying = None, False
         if self.rows.tainted:
             # Masked keys and values have weight 0, but 0 x NaN is NaN: leave nothing of a broken run.
             self.pool.cache.clear()
@@ -209,6 +215,17 @@ class HfTreeModel:
 
     @torch.inference_mode()
     def forward(self, nodes: Iterable[Node]) -> None:
+        self._land()
+        self._set_off(nodes)
+        self._land()
+
+    @torch.inference_mode()
+    def begin(self, nodes: Iterable[Node]) -> None:
+        """Set off what `forward` will be asked for next, if it is recorded: then nothing is waited for."""
+        if self._graphs is not None and self.rows.size:
+            self._set_off(nodes)
+
+    def _set_off(self, nodes: Iterable[Node]) -> None:
         # In order, not as a set: slots follow it, and sums over slots round by their order.
         wanted = dict.fromkeys(node for node in nodes if node not in self.rows)
         if not wanted:
@@ -223,6 +240,20 @@ class HfTreeModel:
             head = 0 if len(keep) == len(batch) else torch.tensor(keep, device=self.device)
             self.rows.put([batch[i] for i in keep], self._compute(plan, slots, mask, head))
         self.calls += 1
+
+    @property
+    def ahead_s(self) -> float:
+        """What the device takes for the work under way, by the last time that was seen; 0 if there is none."""
+        return self._ahead_s if self._flying else 0.0
+
+    def set_off(self, flight: Flight | None) -> None:
+        """Work of this model is under way (None: it is not)."""
+        self._flying = flight is not None
+
+    def landed(self, flight: Flight) -> None:
+        """It has come back."""
+        self._flying = False
+        self._ahead_s = flight.seconds or self._ahead_s
 
     def knows(self, node: Node) -> bool:
         return node in self.rows
@@ -300,13 +331,24 @@ class HfTreeModel:
         try:
             nodes = [batch[i] for i in keep]
             if self.rows.size:
-                self.rows.put_best(nodes, self._graphs.best(plan, self.rows.size), keep)
+                flight = self._graphs.launch(plan, self.rows.size)
+                self._underway = nodes, flight, keep
+                self.set_off(flight)
             else:
                 self.rows.put(nodes, self._graphs.logits(plan)[keep])
         except RuntimeError as error:
             self._no_graphs(f"recording failed ({str(error).splitlines()[0]})")
             return False
         return True
+
+    def _land(self) -> None:
+        """Wait for a recorded forward under way, and keep its rows."""
+        if self._underway is None or self._graphs is None:
+            return
+        nodes, flight, keep = self._underway
+        self._underway = None
+        self.rows.put_best(nodes, self._graphs.land(flight), keep)
+        self.landed(flight)
 
     def _compute(self, plan: Plan, slots: Tensor, mask: Tensor | None, head: Tensor | int) -> Tensor:
         """Logits [K, V'] of the nodes that `head` names."""

@@ -42,10 +42,6 @@ class _Model(ctypes.Structure):
                 ("layer", ctypes.POINTER(_Layer)), ("norm", _pointer), ("head", _Linear)]  # fmt: skip
 
 
-class _Team(ctypes.Structure):
-    _fields_ = [("parallel", _pointer), ("number", _pointer), ("count", _pointer), ("threads", _long)]
-
-
 class _Request(ctypes.Structure):
     _fields_ = [*((name, _long) for name in ("count", "used", "capacity", "begin")),
                 *((name, _pointer) for name in ("x", "cos", "sin", "mask")), ("mask_stride", _long),
@@ -68,18 +64,6 @@ def library() -> Any:
     loaded.forward.restype = None
     loaded.forward.argtypes = [_pointer] * 4
     return loaded
-
-
-def _team() -> _Team:
-    """The threads that torch uses: a pool of our own would fight with its for the cores."""
-    threads = torch.get_num_threads()
-    process = ctypes.CDLL(None)
-    names = "GOMP_parallel", "omp_get_thread_num", "omp_get_num_threads"
-    try:
-        found = [ctypes.cast(getattr(process, name), _pointer).value for name in names]
-    except AttributeError:  # this torch brings another kind of threads
-        return _Team(None, None, None, 1)
-    return _Team(*found, threads)
 
 
 def serves(model: Any, int8: bool) -> bool:
@@ -113,7 +97,7 @@ class TileForward:
 
     def __init__(self, model: Any, *, int8: bool = False) -> None:
         inner, config = model.model, model.config
-        self._library, self._team, self.int8 = library(), _team(), int8
+        self._library, self._team, self.int8 = library(), native.team(), int8
         self._embed, self._rotary = inner.embed_tokens, inner.rotary_emb
         self._turns: tuple[Tensor, Tensor] | None = None
         self._layers = list(inner.layers)
@@ -197,8 +181,7 @@ class TileForward:
             cache.slots.data_ptr(), keep.data_ptr(), len(keep), keys, values, logits.data_ptr(),
         )  # fmt: skip
         team = self._team
-        if team.parallel:
-            team.threads = torch.get_num_threads()
+        team.threads = torch.get_num_threads() if team.parallel else 1
         model = ctypes.byref(self._model)
         size = self._library.room(model, count, cache.used, team.threads)
         if len(self._memory) < size:

@@ -43,6 +43,12 @@ def settings_of(way: str, **more: object) -> Settings:
     return Settings(**(base | sizes | options | more))
 
 
+@pytest.fixture(autouse=True)
+def _whole_forests(monkeypatch):
+    """A device drafts whole forests; on a CPU the host would spare some of them."""
+    monkeypatch.setenv("DSBD_FIXED_FOREST", "1")
+
+
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory):
     """A target, and a draft that mostly agrees with it."""
@@ -138,10 +144,27 @@ def test_nothing_leaks_from_what_was_reserved(pair):
                         nodes.add(node)
                     node = node.parent
         for model, nodes in zip(models, known, strict=True):
-            assert model.pool.slots.live == len(PROMPT) + len(nodes)
+            # The next iteration is under way: its plan is entered, its forest has reserved space.
+            reserved = len(model.pool._reserved)
+            assert model.pool.slots.live - reserved == len(PROMPT) + len(nodes)
             rows = model.pool.masks.table.shape[0]
-            assert rows - 1 - len(model.pool.masks._free) == len(model.pool._open)
+            assert rows - 1 - len(model.pool.masks._free) - reserved == len(model.pool._open)
     assert iterations > 5
+    for model in models:
+        assert not model.pool._reserved
+
+
+@pytest.mark.parametrize("way", ["cover", "paper", "beam"])
+def test_a_run_that_is_left_leaves_nothing_behind(pair, way):
+    settings = Settings(method="beam", width=3, max_new_tokens=30) if way == "beam" else settings_of(way)
+    models = trees(pair, True)
+    wanted = told(trees(pair, True), settings, 1)
+    for stop_after in range(1, 9):
+        events = decode(begun(models, settings, 0, budget=60), settings)
+        for _ in range(stop_after):
+            next(events)
+        events.close()
+        assert told(models, settings, 1) == wanted
 
 
 @pytest.mark.parametrize("who", [0, 1])

@@ -27,7 +27,7 @@ def dsbd(run: Run, verify: str) -> Iterator[Layer | Iteration]:
         forest = Forest() if verify == "cover" and run.known() else run.propose()
         run.advance(forest)
         yield from rule(run, forest, verify)
-        yield from run.finish_iteration(forest)
+        yield from run.finish_iteration(forest, verify)
 
 
 def draw_layers(run: Run, forest: Forest, verify: str) -> Iterator[Layer]:

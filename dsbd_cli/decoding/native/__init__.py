@@ -16,7 +16,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -31,6 +31,26 @@ _FLAGS = [
 ]  # fmt: skip
 _NAMES = {torch.float32: "f32", torch.bfloat16: "bf16"}
 _LARGEST_HEAD = 1024
+
+
+class Team(ctypes.Structure):
+    """The threads that torch uses, for C: a pool of our own would fight with its for the cores."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("parallel", "number", "count")),
+        ("threads", ctypes.c_long),
+    ]
+
+
+def team() -> Team:
+    """What the process has; without `parallel` where this torch brings another kind of threads."""
+    names = "GOMP_parallel", "omp_get_thread_num", "omp_get_num_threads"
+    try:
+        process = ctypes.CDLL(None)
+        found = [ctypes.cast(getattr(process, name), ctypes.c_void_p).value for name in names]
+    except (AttributeError, OSError, TypeError):
+        return Team(None, None, None, 1)
+    return Team(*found, torch.get_num_threads())
 
 
 class Kernels:
@@ -56,6 +76,10 @@ class Kernels:
                 function.argtypes = types
                 function.restype = ctypes.c_int if name == "rows" else None
                 self._functions[name, dtype] = function
+        self._team = team()
+        self._shared = loaded.shared_rows
+        self._shared.argtypes = [pointer, pointer, number, *arguments["rows"]]
+        self._shared.restype = ctypes.c_int
         self._shrink, self._grow = loaded.shrink, loaded.grow
         self._shrink.argtypes = self._grow.argtypes = [pointer] * 3 + [number] * 2
         self._shrink.restype = self._grow.restype = None
@@ -124,7 +148,12 @@ class Kernels:
         logps = np.empty((count, best), dtype=np.float32)
         finite = np.empty(count, dtype=np.uint8)
         out = [array.ctypes.data for array in (ids, logps, finite)]
-        call = self._functions["rows", logits.dtype]
+        call: Any = self._functions["rows", logits.dtype]
+        threads = min(count, torch.get_num_threads())
+        if threads > 1 and self._team.parallel:
+            self._team.threads = threads
+            function = ctypes.cast(call, ctypes.c_void_p)
+            call = functools.partial(self._shared, ctypes.byref(self._team), function, logits.element_size())
         if call(logits.data_ptr(), logits.stride(0), count, vocab, best, *out):
             raise MemoryError("no memory for a row of logits")
         return ids, logps, finite.astype(bool)

@@ -245,3 +245,42 @@ void grow(float *x, const float *sizes, const float *add, long count, long width
 
 KERNELS(f32, float)
 KERNELS(bf16, bf16)
+
+/* `rows` on several threads: each takes a share of the rows. */
+typedef int rows_function(const void *, long, long, long, long, int64_t *, float *, uint8_t *);
+
+typedef struct {
+    rows_function *rows;
+    const char *logits;
+    long stride, size, count, vocab, best;
+    int64_t *ids;
+    float *logps;
+    uint8_t *finite;
+    int (*number)(void);
+    int (*threads)(void);
+    int failed;
+} rows_job;
+
+static void rows_share(void *data) {
+    rows_job *j = data;
+    long me = j->number(), all = j->threads();
+    long begin = j->count * me / all, end = j->count * (me + 1) / all;
+    if (end > begin && j->rows(j->logits + begin * j->stride * j->size, j->stride, end - begin, j->vocab, j->best,
+                               j->ids + begin * j->best, j->logps + begin * j->best, j->finite + begin))
+        j->failed = -1;
+}
+
+/* How to run on several threads: GOMP_parallel and its two questions, as the process has them. */
+typedef struct {
+    void (*parallel)(void (*)(void *), void *, unsigned, unsigned);
+    int (*number)(void);
+    int (*count)(void);
+    long threads;
+} team;
+
+int shared_rows(const team *t, rows_function *rows, long size, const void *logits, long stride, long count,
+                long vocab, long best, int64_t *ids, float *logps, uint8_t *finite) {
+    rows_job j = {rows, logits, stride, size, count, vocab, best, ids, logps, finite, t->number, t->count, 0};
+    t->parallel(rows_share, &j, (unsigned)t->threads, 0);
+    return j.failed;
+}

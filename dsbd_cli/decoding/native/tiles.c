@@ -35,14 +35,6 @@ typedef struct {
     linear head;
 } model;
 
-/* How to run on several threads: GOMP_parallel and its two questions, as the process has them. */
-typedef struct {
-    void (*parallel)(void (*)(void *), void *, unsigned, unsigned);
-    int (*number)(void);
-    int (*count)(void);
-    long threads;
-} team;
-
 typedef struct {
     long count, used, capacity, begin; /* begin: the first row's place in a prompt, where there is no mask */
     const bf16 *x, *cos, *sin, *mask;  /* mask [count, mask_stride], 0 where a slot is seen; or NULL */
