@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from dsbd_cli.errors import UserError
-from dsbd_cli.settings import Settings
+from dsbd_cli.settings import Settings, broken
 
 Prompt = str | Sequence[Mapping[str, str]] | Sequence[int]
 
@@ -24,6 +24,7 @@ def encode(
             a system turn for a model without a template.
     """
     if isinstance(prompt, str):
+        _check_text(prompt)
         if not prompt and not settings.system:
             return [_bos(tokenizer)], ["the prompt is empty: the target starts from its BOS token"]
         if settings.raw or not tokenizer.chat_template:
@@ -38,6 +39,8 @@ def encode(
     if items and all(isinstance(item, Mapping) for item in items):
         if not tokenizer.chat_template:
             raise UserError("the target has no chat template: give the prompt as text, not as messages")
+        for item in items:
+            _check_text(item.get("content"))
         return _chat([dict(item) for item in items], tokenizer, settings)
     if not items:
         return [_bos(tokenizer)], []
@@ -46,6 +49,12 @@ def encode(
     if min(items) < 0 or max(items) >= vocab_size:
         raise UserError(f"prompt token ids must lie in 0..{vocab_size - 1}, the target's vocabulary")
     return items, []
+
+
+def _check_text(text: Any) -> None:
+    """Refuse what no tokenizer takes; it would be a TypeError from deep inside."""
+    if isinstance(text, str) and broken(text):
+        raise UserError("the prompt is not UTF-8 text (it holds half a surrogate pair): mend its encoding")
 
 
 def _bos(tokenizer: Any) -> int:

@@ -101,6 +101,9 @@ class Settings:
             raise UserError("tree must be a list of positive numbers such as 2,2,1")
         if self.tree is not None and math.prod(self.tree) > MOST:
             raise UserError(f"tree must have at most {MOST} leaves, not {math.prod(self.tree)}")
+        for name, texts in (("stop", self.stop), ("system", (self.system or "",))):
+            if any(map(broken, texts)):
+                raise UserError(f"{name} is not UTF-8 text: check the terminal's or the file's encoding")
         if any(not text for text in self.stop):
             raise UserError("stop must not be an empty string")
         if self.seed is not None and self.seed < 0:
@@ -149,6 +152,11 @@ class Settings:
             "tree": list(self.tree) if self.tree else None,
             "stop": list(self.stop),
         }
+
+
+def broken(text: str) -> bool:
+    """Whether a text holds half a surrogate pair: how Python hands on bytes it cannot read, and JSON `"\\ud800"`."""
+    return any("\ud800" <= char <= "\udfff" for char in text)
 
 
 def near(name: str, known: Any) -> str:

@@ -12,8 +12,9 @@ from typing import Any
 import numpy as np
 
 from dsbd_cli.errors import UserError
+from dsbd_cli.paths import refuse_special
 from dsbd_cli.prompts import Prompt
-from dsbd_cli.settings import FIELDS
+from dsbd_cli.settings import FIELDS, broken
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,7 @@ def read_items(path: Path) -> tuple[list[Item], str]:
     Raises:
         UserError: no such file, not UTF-8, another suffix, or a line that is no prompt.
     """
+    refuse_special(path, f"--input {path}", "for a pipe there is --lines")
     try:
         data = path.read_bytes()
     except FileNotFoundError:
@@ -92,7 +94,7 @@ def _parse(line: str, index: int, where: str) -> Item:
     if ("prompt" in entry) == ("messages" in entry):
         raise UserError(f"{where}: must have either prompt or messages")
     own = entry.get("id")
-    if not (own is None or isinstance(own, (str, int))):
+    if not (own is None or isinstance(own, (str, int))) or (isinstance(own, str) and broken(own)):
         raise UserError(f"{where}: id must be a text or a whole number")
     prompt: Any = entry.get("prompt", entry.get("messages"))
     if "prompt" in entry and not isinstance(prompt, str):

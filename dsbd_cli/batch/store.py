@@ -19,6 +19,7 @@ from typing import Any
 
 from dsbd_cli.batch.shard import Shard
 from dsbd_cli.errors import RunError, UserError
+from dsbd_cli.paths import refuse_special, refuse_unwritable
 
 _POLL_S = 0.2
 _SIDECAR_S = 600.0
@@ -38,6 +39,8 @@ class Store:
     """
 
     def __init__(self, path: Path, total: int, shard: Shard, tell: Callable[[str], None]) -> None:
+        refuse_unwritable(path, "--output")
+        refuse_special(path, f"--output {path}", "it is read again to go on; for a pipe there is --lines")
         self.path, self.total, self.shard, self.tell = path, total, shard, tell
         self.sidecar = path.with_name(path.name + ".run.json")
         own = path if shard.world == 1 else path.with_name(f"{path.name}.rank-{shard.rank}-of-{shard.world}")

@@ -96,6 +96,8 @@ def make_plan(options: Options, chosen: Chosen) -> Plan:
         value = getattr(options, name)
         if value is not None and value < 0:
             raise UserError(f"--{name.replace('_', '-')} must be at least 0 (0 = all), not {value}")
+    for name in ("sql_timeout", "judge_timeout"):
+        check_seconds(f"--{name.replace('_', '-')}", getattr(options, name))
     methods = parse_methods(options.methods)
     preset_sweep, base = _preset(chosen)
     named = options.methods != "default" or options.sweeps
@@ -128,6 +130,12 @@ def make_plan(options: Options, chosen: Chosen) -> Plan:
     longest = max(arm.settings.max_new_tokens for arm in arms)
     settings = dataclasses.replace(arms[0].settings, max_new_tokens=longest)
     return Plan(options, chosen, dataset, arms, settings, seed, out, digest, notes)
+
+
+def check_seconds(option: str, value: float) -> None:
+    """Refuse a time limit that is none: 0, negative, infinite or not a number."""
+    if not 0 < value <= 86_400:  # nan is neither
+        raise UserError(f"{option} must be seconds above 0 and up to 86400, not {value}")
 
 
 def _preset(chosen: Chosen) -> tuple[dict[str, Any], Settings]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -26,6 +27,7 @@ OF_METHOD: Mapping[str, tuple[str, ...]] = {
     "hf-assisted": ("gamma",),
 }
 SWEEPABLE = tuple(dict.fromkeys([*COMMON, *itertools.chain(*OF_METHOD.values())]))
+MOST_POINTS = 10_000  # no bench of more ever ends, and a mistyped range would fill the memory
 _RANGE = re.compile(r"(\d+)\.\.(\d+)")
 
 Grid = dict[str, list[Any]]
@@ -57,6 +59,9 @@ def parse_sweep(text: str) -> Grid:
         grid[name] = list(dict.fromkeys(_values(name, values)))
     if not set(grid) - {"method"}:
         raise UserError("--sweep is empty: give name=values, e.g. gamma=2,3,4")
+    size = math.prod(len(values) for name, values in grid.items() if name != "method")
+    if size > MOST_POINTS:
+        raise UserError(f"--sweep: {size} combinations of values, where {MOST_POINTS} is the most")
     return grid
 
 
@@ -73,6 +78,8 @@ def _values(name: str, text: str) -> Iterator[Any]:
             low, high = int(ends[1]), int(ends[2])
             if low > high:
                 raise UserError(f"--sweep: {name}: the range {part} runs backwards")
+            if high - low >= MOST_POINTS:
+                raise UserError(f"--sweep: {name}: the range {part} holds more than {MOST_POINTS} values")
             yield from range(low, high + 1)
         else:
             yield _value(name, part)

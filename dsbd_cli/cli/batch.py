@@ -42,6 +42,9 @@ def many(
     for name, given in refuse.items():
         if given:
             raise UserError(f"{name} has no place beside {form}")
+    for name, path in (("--input", source), ("--output", output)):
+        if path == Path("-"):
+            raise UserError(f"{name} - is no file: for stdin and stdout there is --lines")
     results = _from_stdin(chosen, tell, json) if source is None or output is None else _from_file(
         chosen, source, output, tell, quiet)  # fmt: skip
     if stats:

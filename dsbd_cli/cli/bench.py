@@ -199,7 +199,9 @@ def judge(
 ) -> None:
     """Rate the answers of an MT-Bench run later, or elsewhere; no model is loaded."""
     from dsbd_cli.bench.judging import rate_folder
+    from dsbd_cli.bench.plan import check_seconds
 
+    check_seconds("--judge-timeout", judge_timeout)
     show(rate_folder(folder, judge_url, judge_model, judge_timeout, data_dir))
 
 

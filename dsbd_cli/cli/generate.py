@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import codecs
 import contextlib
+import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -13,12 +15,15 @@ import typer
 from dsbd_cli.cli.options import Chosen, decoding_options
 from dsbd_cli.cli.output import Out, note
 from dsbd_cli.errors import UserError
+from dsbd_cli.paths import refuse_unwritable
+from dsbd_cli.settings import broken
 from dsbd_cli.ui.look import is_terminal, panel_stream
 
 if TYPE_CHECKING:
     from dsbd_cli.decoding.events import Event
     from dsbd_cli.result import Result
 
+BOM = codecs.BOM_UTF8  # what Windows editors put before a text; no part of a prompt
 BATCH = "Many prompts"
 
 
@@ -79,6 +84,8 @@ def generate(
         return
     # Before stdin is read: whoever types a prompt there should not do so in vain.
     chosen.check()
+    if trace is not None:
+        refuse_unwritable(trace, "--trace")
     text = read_prompt(prompt)
     decoder = chosen.load(quiet=quiet)
     for line in decoder.pair.notes:
@@ -116,13 +123,13 @@ def read_prompt(prompt: str | None) -> str:
         UserError: nothing given at a terminal, or text that is not UTF-8.
     """
     if prompt is not None and prompt != "-":
-        if any("\ud800" <= char <= "\udfff" for char in prompt):  # how Python hands on bytes it cannot read
-            raise UserError("the prompt is not UTF-8 text: check the terminal's or the script's encoding")
+        if broken(prompt):  # in a C locale good UTF-8 comes in like this too
+            prompt = _utf8(os.fsencode(prompt), "the prompt")
         return prompt
     if prompt is None and is_terminal(sys.stdin):
         raise UserError('no prompt: dsbd generate "your prompt", or pipe it in (dsbd generate --help)')
     data = sys.stdin.buffer.read() if sys.stdin is not None else b""
-    return _utf8(data, "stdin").removesuffix("\n").removesuffix("\r")
+    return _utf8(data.removeprefix(BOM), "stdin").removesuffix("\n").removesuffix("\r")
 
 
 def stdin_lines() -> Iterator[str]:
@@ -132,7 +139,8 @@ def stdin_lines() -> Iterator[str]:
         UserError: a line that is not UTF-8.
     """
     for number, line in enumerate(sys.stdin.buffer if sys.stdin is not None else (), start=1):
-        yield _utf8(line, f"line {number} of stdin").removesuffix("\n").removesuffix("\r")
+        text = line.removeprefix(BOM) if number == 1 else line
+        yield _utf8(text, f"line {number} of stdin").removesuffix("\n").removesuffix("\r")
 
 
 def _utf8(data: bytes, what: str) -> str:

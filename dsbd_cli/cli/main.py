@@ -14,6 +14,7 @@ from typing import Annotated
 
 import typer
 
+from dsbd_cli.cli import streams
 from dsbd_cli.errors import DsbdError
 from dsbd_cli.ui.waiting import ready
 from dsbd_cli.version import __version__
@@ -66,6 +67,7 @@ def say(line: str) -> None:
 def run(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code; never raises."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
+    streams.mend()
     try:
         refuse_known(arguments)
         _mount_once()
@@ -73,8 +75,7 @@ def run(arguments: Sequence[str] | None = None) -> int:
             code = app(arguments, standalone_mode=False, prog_name="dsbd")
         finally:
             ready()
-        if sys.stdout is not None:
-            sys.stdout.flush()
+        sys.stdout.flush()
         if code == 130:  # how typer hands on Ctrl-C
             say("stopped")
         return code if isinstance(code, int) else 0
@@ -98,7 +99,7 @@ def run(arguments: Sequence[str] | None = None) -> int:
         what = "the disk is full" if error.errno == errno.ENOSPC else error.strerror or str(error)
         where = f" ({error.filename})" if error.filename else ""
         say(f"{what}{where}")
-        return 1
+        return 2 if error.errno == errno.ENAMETOOLONG else 1
     except MemoryError:
         say("out of memory: try a smaller model, --dtype bfloat16, or a shorter prompt")
         return 1
@@ -148,6 +149,7 @@ def _mount_once() -> None:
 
 def main() -> None:
     """Entry point of the `dsbd` script."""
+    streams.hold_descriptors()
     code = run()
     if code == 130:
         # Threads of torch may still be in a forward; an orderly exit would wait for them.

@@ -134,7 +134,7 @@ class Chosen:
 
             base, settings = PairSpec(target=self.spec["target"], draft=None), Settings()
         else:
-            preset = load_preset(self.preset or DEFAULT_PRESET)
+            preset = load_preset(DEFAULT_PRESET if self.preset is None else self.preset)
             base, settings = preset.pair, preset.settings
             if "target" in self.spec and "draft" not in self.spec:
                 # A preset's draft belongs to the preset's target.
@@ -248,8 +248,7 @@ def parse_setting(name: str, value: Any) -> Any:
         if kind.startswith("int"):
             return int(value)
     except ValueError:
-        wanted = {"tree": "positive numbers such as 2,2,1", "threshold": "a number or none"}.get(
-            name, "a number"
-        )
+        special = {"tree": "positive numbers such as 2,2,1", "threshold": "a number or none"}
+        wanted = special.get(name, "a whole number" if kind.startswith("int") else "a number")
         raise UserError(f"--{name.replace('_', '-')} must be {wanted}, not {value!r}") from None
     return value

@@ -5,12 +5,16 @@ from __future__ import annotations
 import sys
 import time
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from dsbd_cli.cli.output import note
 from dsbd_cli.errors import UserError
+from dsbd_cli.paths import refuse_special, refuse_unwritable
+
+if TYPE_CHECKING:
+    from dsbd_cli.trace.read import Trace
 
 
 def trace(
@@ -20,16 +24,28 @@ def trace(
     ] = None,
     delay: Annotated[
         float,
-        typer.Option("--delay", min=0, help="Seconds between iterations when replaying at a terminal."),
+        typer.Option(
+            "--delay", min=0, max=60, help="Seconds between iterations when replaying at a terminal."
+        ),
     ] = 0.3,
 ) -> None:
     """Show a recorded run: what was drafted, accepted, rejected and drawn anew, iteration by iteration."""
     from dsbd_cli.trace.read import read_trace
 
     recorded = read_trace(file)
+    try:
+        _show(recorded, file, html, delay)
+    except (KeyError, IndexError, TypeError, AttributeError, ValueError):
+        # Lines that are JSON but that no dsbd wrote; to check each field beforehand would say no more.
+        raise UserError(f"{file} is no whole trace of this release: record it again") from None
+
+
+def _show(recorded: Trace, file: Path, html: Path | None, delay: float) -> None:
     if html is not None:
         if html.absolute() == file.absolute():
             raise UserError("--html would write over the trace itself: give it another name")
+        refuse_unwritable(html, "--html")
+        refuse_special(html, f"--html {html}", "name a file")
         from dsbd_cli.batch.store import write_whole
         from dsbd_cli.trace.page import page
 

@@ -68,6 +68,8 @@ def parse_source(text: str, role: str = "target") -> Source:
         if path.suffix.lower() == ".gguf":
             return Source(text, "gguf", path)
         raise UserError(f"{role} {text}: a single file must be a .gguf; for other formats name the folder")
+    if path.exists():
+        raise UserError(f"{role} {text} is a device or a pipe: name a model folder or a .gguf file")
     if _looks_local(text) or not _HUB_ID.fullmatch(text):
         raise UserError(f"{role} {text}: no such folder or file{_beside(path)}")
     return Source(text, "hub")

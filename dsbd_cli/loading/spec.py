@@ -21,7 +21,7 @@ _DTYPE_ALIASES = {
     "f16": "float16",
     "half": "float16",
 }
-_DEVICE = re.compile(r"auto|cpu|mps|cuda(:\d+)?")
+_DEVICE = re.compile(r"auto|cpu|mps|cuda(:(0|[1-9][0-9]?))?")  # torch itself ends at two digits
 
 
 @dataclass(frozen=True)

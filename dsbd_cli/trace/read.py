@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from dsbd_cli.errors import UserError
+from dsbd_cli.paths import refuse_special
 from dsbd_cli.trace.record import FORMAT
 
 ACCEPTED, FILLED, REJECTED, DEAD, UNREACHED = "accepted", "filled", "rejected", "dead", "unreached"
@@ -46,8 +47,12 @@ def read_trace(path: Path) -> Trace:
     Raises:
         UserError: no such file, or not one of `dsbd generate --trace`.
     """
+    refuse_special(path, str(path), "name what dsbd generate --trace wrote")
     try:
-        lines = path.read_text(encoding="utf-8").splitlines(keepends=False)
+        # Not splitlines: a model's words may hold characters that it takes for line ends.
+        lines = path.read_bytes().decode("utf-8").split("\n")
+        if not lines[-1]:
+            lines.pop()
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror}") from None
     except UnicodeDecodeError:

@@ -8,12 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from dsbd_cli.errors import UserError
+from dsbd_cli.paths import refuse_special
 
 _LFS = b"version https://git-lfs"
 
 
 def read_text(path: Path) -> str:
     """A UTF-8 file's text (a BOM is dropped)."""
+    refuse_special(path, str(path), "name a file")
     try:
         raw = path.read_bytes()
     except OSError as error:
@@ -37,7 +39,8 @@ def read_json(path: Path) -> Any:
 def read_jsonl(path: Path) -> list[tuple[int, dict[str, Any]]]:
     """(line number, object) of each non-empty line."""
     records = []
-    for number, line in enumerate(read_text(path).splitlines(), 1):
+    # Not splitlines: a text may hold characters that it takes for line ends.
+    for number, line in enumerate(read_text(path).split("\n"), 1):
         if not line.strip():
             continue
         try:
