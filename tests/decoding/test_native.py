@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -109,3 +110,13 @@ def test_without_kernels_everything_goes_on(trouble, monkeypatch, tmp_path):
     else:
         (tmp_path / "native").write_text("a file where a folder should be")
     assert native.load.__wrapped__() is None
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rows_on_several_threads_are_the_same_rows(kernels, dtype):
+    logits = noise(41, 700, dtype=dtype)
+    logits[3, 5] = float("nan")
+    whole = kernels.rows(logits, 650, 9)
+    single = [kernels.rows(row[None], 650, 9) for row in logits]
+    for got, wanted in zip(whole, zip(*single, strict=True), strict=True):
+        assert (got == np.concatenate(wanted)).all()
