@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 import time
 from collections.abc import Mapping
@@ -10,6 +11,7 @@ from typing import Any
 
 from dsbd_cli.tally import ratio
 from dsbd_cli.ui import waiting
+from dsbd_cli.ui.look import unicode_terminal
 
 EVERY_S = 30.0
 _ROWS = 14
@@ -41,7 +43,8 @@ class Screen:
 
     @property
     def encoding(self) -> str:
-        return getattr(self._stream, "encoding", None) or "utf-8"
+        given = getattr(self._stream, "encoding", None) or "utf-8"
+        return given if unicode_terminal(given) else "ascii"
 
 
 def tell(line: str) -> None:
@@ -108,7 +111,9 @@ class BenchProgress:
     def __enter__(self) -> BenchProgress:
         screen = Screen()
         waiting.ready()
-        if self._visible and screen.isatty():
+        # A terminal that cannot move its cursor gets the lines of a pipe.
+        dumb = os.environ.get("TERM", "").lower() in ("", "dumb", "unknown")
+        if self._visible and screen.isatty() and not dumb:
             from rich.console import Console
             from rich.live import Live
 
@@ -156,16 +161,26 @@ class BenchProgress:
         from rich.table import Table
         from rich.text import Text
 
-        head = Text(f"{self._label}\n{self._done} of {self._total} answers, {self._clock()}  {self._stage}")
-        bar = ProgressBar(total=max(1, self._total), completed=self._done, width=48)
+        head = [
+            Text(self._label),
+            # One row each, whatever the width: rows that come and go would make the table jump.
+            Text(
+                f"{self._done} of {self._total} answers, {self._clock()}", no_wrap=True, overflow="ellipsis"
+            ),
+            Text(self._stage, no_wrap=True, overflow="ellipsis"),
+        ]
+        bar = Table.grid()  # a bare bar does not end its row
+        bar.add_row(ProgressBar(total=max(1, self._total), completed=self._done, width=48))
         table = Table(box=None, pad_edge=False)
-        for name in ("arm", "items", "score", "tok/s", "J/token"):
-            table.add_column(name, justify="left" if name == "arm" else "right")
+        # Of a row that is too long, the arm's name gives way and not the figures.
+        table.add_column("arm", no_wrap=True, overflow="ellipsis")
+        for name in ("items", "score", "tok/s", "J/token"):
+            table.add_column(name, justify="right", no_wrap=True, min_width=5)
         arms = list(self._figures.arms)
         for arm in arms[:_ROWS]:
             table.add_row(Text(arm), *self._figures.line(arm))
         more = [Text(f"and {len(arms) - _ROWS} more arms")] if len(arms) > _ROWS else []
-        return Group(head, bar, table, *more)
+        return Group(*head, bar, table, *more)
 
 
 def _span(seconds: float) -> str:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import json
+import re
+import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -119,19 +121,63 @@ def text_table(names: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join([line(names), "  ".join("-" * width for width in widths), *map(line, rows)])
 
 
-def summary_text(folder: Path) -> str:
-    """The end of a bench on stdout: what was run, the table, and where the rest is."""
+def fitting_table(names: Sequence[str], rows: Sequence[Sequence[str]], width: int | None) -> str:
+    """`text_table` in `width` columns: without intervals, then in blocks below each other, if need be."""
+    table = text_table(names, rows)
+    if width is None or _breadth(table) <= width:
+        return table
+    short = [[cells[0], *(_INTERVAL.sub("", cell) for cell in cells[1:])] for cells in rows]
+    blocks: list[list[int]] = []
+    for column in range(1, len(names)):
+        wider = [*(blocks[-1] if blocks else []), column]
+        if blocks and _breadth(text_table(*_picked(names, short, wider))) <= width:
+            blocks[-1] = wider
+        else:
+            blocks.append([column])
+    return "\n\n".join(text_table(*_picked(names, short, block)) for block in blocks)
+
+
+_INTERVAL = re.compile(r" \[[^]]*\]")
+
+
+def _picked(
+    names: Sequence[str], rows: Sequence[Sequence[str]], columns: Sequence[int]
+) -> tuple[list[str], list[list[str]]]:
+    """The first column and these."""
+    keep = [0, *columns]
+    return [names[i] for i in keep], [[cells[i] for i in keep] for cells in rows]
+
+
+def _breadth(table: str) -> int:
+    return max(map(len, table.split("\n")))
+
+
+def summary_text(folder: Path, width: int | None = None) -> str:
+    """The end of a bench on stdout: what was run, the table, and where the rest is.
+
+    Args:
+        width: columns of the terminal; None for a pipe, whose reader does its own wrapping.
+    """
+
+    def words(text: str) -> str:
+        return (
+            text
+            if width is None
+            else textwrap.fill(text, width, break_long_words=False, break_on_hyphens=False)
+        )
+
     out = io.StringIO()
     document = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
     for run in document["runs"]:
         data = run["data"]
-        out.write(f"\n{run['name']}: {data['label']}, {data['items']} items asked\n")
-        out.write(f"{models_line(run)}\nscore = {run['primary'][1]}; {energy_line(run)}\n\n")
+        out.write("\n" + words(f"{run['name']}: {data['label']}, {data['items']} items asked") + "\n")
+        out.write(words(models_line(run)) + "\n")
+        out.write(words(f"score = {run['primary'][1]}; {energy_line(run)}") + "\n\n")
         rows = [row(name, arm, run) for name, arm in run["arms"].items()]
-        out.write(text_table(headings(run), rows) + "\n")
+        out.write(fitting_table(headings(run), rows, width) + "\n")
         names, counts = outcome_rows(run)
         if counts and len(names) > 2:
-            out.write("\n" + text_table(names, counts) + "\n")
+            out.write("\n" + fitting_table(names, counts, width) + "\n")
     out.write(f"\nreport: {folder / 'report.html'}\n")
     return out.getvalue()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -11,6 +12,7 @@ from typer.core import TyperGroup
 from dsbd_cli.cli.options import Chosen, decoding_options
 from dsbd_cli.cli.output import Out
 from dsbd_cli.ui import waiting
+from dsbd_cli.ui.look import columns_of
 
 DATA, RUN, JUDGE = "Data and methods", "Run", "MT-Bench judge"
 
@@ -210,4 +212,4 @@ def show(folder: Path) -> None:
     waiting.ready()
     from dsbd_cli.bench.table import summary_text
 
-    Out().write(summary_text(folder))
+    Out().write(summary_text(folder, columns_of(sys.stdout)))

@@ -27,6 +27,16 @@ def is_terminal(stream: Any) -> bool:
         return False
 
 
+def columns_of(stream: Any) -> int | None:
+    """Columns of the terminal that a stream is; None for anything else, and where it does not tell."""
+    if not is_terminal(stream):
+        return None
+    try:
+        return os.get_terminal_size(stream.fileno()).columns or None
+    except (OSError, ValueError):
+        return None
+
+
 def _large_enough(stream: TextIO) -> bool:
     try:
         columns, rows = os.get_terminal_size(stream.fileno())

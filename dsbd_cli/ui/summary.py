@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import sys
 
 from dsbd_cli.result import Result
-from dsbd_cli.ui.look import is_terminal
+from dsbd_cli.ui.look import columns_of
 
 
 def summary(result: Result, width: int | None = None) -> str:
@@ -40,13 +39,8 @@ def summary(result: Result, width: int | None = None) -> str:
 
 def room() -> int | None:
     """Characters of a note that fit on one line of the terminal on stderr; None elsewhere."""
-    if not is_terminal(sys.stderr):
-        return None
-    try:
-        columns = os.get_terminal_size(sys.stderr.fileno()).columns
-    except (OSError, ValueError):
-        return None
-    return max(1, columns - len("dsbd: ")) if columns else None
+    columns = columns_of(sys.stderr)
+    return None if columns is None else max(1, columns - len("dsbd: "))
 
 
 def number(value: float | None, digits: int = 2) -> str:

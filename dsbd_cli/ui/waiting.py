@@ -10,7 +10,7 @@ import os
 import sys
 from collections.abc import Iterator
 
-from dsbd_cli.ui.look import is_terminal, unicode_terminal
+from dsbd_cli.ui.look import columns_of, is_terminal, unicode_terminal
 from dsbd_cli.ui.safe import one_line
 
 _WIPE = "\r\x1b[K"
@@ -50,12 +50,9 @@ def above() -> Iterator[None]:
 
 def _draw() -> None:
     if _text:
-        try:
-            columns = os.get_terminal_size(sys.stderr.fileno()).columns
-        except (OSError, ValueError):
-            columns = 0
+        columns = columns_of(sys.stderr)
         # Two short of the edge: the mark at the end may be two cells wide, and a full line would wrap.
-        _write(_text if not columns or len(_text) < columns - 1 else _text[: max(0, columns - 2)])
+        _write(_text if columns is None or len(_text) < columns - 1 else _text[: max(0, columns - 2)])
 
 
 def _clear() -> None:

@@ -13,7 +13,7 @@ from dsbd_cli.bench.plots import front
 from dsbd_cli.bench.published import applies
 from dsbd_cli.bench.report import write_report
 from dsbd_cli.bench.summary import summarize, with_ratings
-from dsbd_cli.bench.table import fixed, interval, number, size, summary_text, text_table
+from dsbd_cli.bench.table import fixed, headings, interval, number, size, summary_text, text_table
 from dsbd_cli.errors import UserError
 from tests.bench.double import FakeBackend, plan, prompter
 
@@ -214,3 +214,18 @@ def test_cells():
     assert interval({"value": None, "low": None, "high": None}) == interval(None) == "n/a"
     assert [size(v) for v in (None, 12, 4096, 3 * 2**20)] == ["n/a", "12 B", "4.0 KiB", "3.0 MiB"]
     assert text_table(["a", "b"], [["x", "1"], ["long", "22"]]) == "a      b\n----  --\nx      1\nlong  22"
+
+
+@pytest.mark.parametrize("width", [20, 60, 100, 140, 400, None])
+def test_a_table_fits_the_terminal_and_loses_no_column(swept, width):
+    plain = summary_text(swept)
+    fitted = summary_text(swept, width)
+    run = json.loads((swept / "summary.json").read_text())["runs"][0]
+    shown = [line for line in fitted.splitlines() if not line.startswith(("report:", "target ", "score = "))]
+    longest = max(len(name) for name in run["arms"]) + 26  # an arm beside the widest single column
+    if width is not None:
+        assert max(map(len, shown[3:])) <= max(width, longest)
+    for heading in headings(run):
+        assert heading in fitted
+    if width in (400, None):
+        assert fitted.split() == plain.split()
