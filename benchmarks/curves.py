@@ -8,6 +8,7 @@ series, writes JSON (taken up again where it exists) and, with matplotlib, plots
 from __future__ import annotations
 
 import argparse
+import os
 import random
 import sys
 import time
@@ -94,6 +95,7 @@ def numbers(text: str) -> list[int]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parser().parse_args(arguments)
+    os.environ.setdefault("DSBD_FIXED_FOREST", "1")  # a point of a curve is a width and a gamma, used in full
     try:
         if options.report is None and options.out is None:
             raise UserError("--out is missing: name the results file")
