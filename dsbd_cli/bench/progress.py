@@ -11,7 +11,7 @@ from typing import Any
 
 from dsbd_cli.tally import ratio
 from dsbd_cli.ui import waiting
-from dsbd_cli.ui.look import unicode_terminal
+from dsbd_cli.ui.look import folded, unicode_terminal
 
 EVERY_S = 30.0
 _ROWS = 14
@@ -51,7 +51,7 @@ def tell(line: str) -> None:
     """One notice on stderr, if anyone still reads it."""
     screen = Screen()
     with waiting.above():
-        screen.write(f"dsbd: {line}\n")
+        screen.write(folded(f"dsbd: {line}", sys.stderr) + "\n")
         screen.flush()
 
 

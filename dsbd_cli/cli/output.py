@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 
 from dsbd_cli.ui import waiting
+from dsbd_cli.ui.look import folded
 
 
 class Out:
@@ -22,4 +23,4 @@ class Out:
 def note(line: str) -> None:
     """A note for the person at the terminal; never on stdout."""
     with waiting.above():
-        print(f"dsbd: {line}", file=sys.stderr, flush=True)
+        print(folded(f"dsbd: {line}", sys.stderr), file=sys.stderr, flush=True)

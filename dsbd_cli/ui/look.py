@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import textwrap
 from typing import Any, TextIO
 
 _TOO_SMALL = (20, 6)
@@ -35,6 +36,14 @@ def columns_of(stream: Any) -> int | None:
         return os.get_terminal_size(stream.fileno()).columns or None
     except (OSError, ValueError):
         return None
+
+
+def folded(line: str, stream: Any) -> str:
+    """A line broken between words for the terminal that `stream` is, if it is one; paths stay whole."""
+    columns = columns_of(stream)
+    if columns is None or len(line) <= columns:
+        return line
+    return textwrap.fill(line, columns, break_long_words=False, break_on_hyphens=False)
 
 
 def _large_enough(stream: TextIO) -> bool:

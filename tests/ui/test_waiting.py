@@ -81,3 +81,14 @@ def test_a_pipe_sees_nothing(capsys: pytest.CaptureFixture[str]) -> None:
         pass
     waiting.ready()
     assert capsys.readouterr() == ("", "")
+
+
+def test_notes_break_between_words(model: str) -> None:
+    code = (
+        "from dsbd_cli.cli.output import note; from dsbd_cli.bench.progress import tell\n"
+        "for say in (note, tell): say('one two three four /a/path/that/is/longer/than/the/screen is whole')"
+    )
+    terminal = Terminal([sys.executable, "-c", code], columns=24, env=environment(TERM="xterm"))
+    assert terminal.finish() == 0
+    lines = ["dsbd: one two three four", "/a/path/that/is/longer/than/the/screen", "is whole"]
+    assert terminal.text.splitlines() == lines * 2
