@@ -7,8 +7,8 @@ for one token, right before the measured one.
 from __future__ import annotations
 
 import copy
+import multiprocessing
 import tempfile
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -16,11 +16,12 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
+from benchmarks.kit.ct2_worker import serve
 from dsbd_cli.bench.arms import Arm
 from dsbd_cli.bench.measure import Answer
 from dsbd_cli.decoder import Decoder
 from dsbd_cli.energy import EnergyMeter
-from dsbd_cli.errors import UserError
+from dsbd_cli.errors import RunError, UserError
 from dsbd_cli.settings import Settings
 
 METHODS = ("ct2-sample", "ct2-beam-search")
@@ -56,27 +57,31 @@ class CTranslate2:
             ctranslate2.converters.TransformersConverter(str(plain)).convert(str(converted))
         except Exception as error:  # the converter raises whatever it met
             raise UserError(f"CTranslate2 cannot convert {target.name} ({error}): leave out --ct2") from None
-        self._generator: Any = ctranslate2.Generator(
-            str(converted),
-            device=target.device.type,
-            device_index=target.device.index or 0,
-            compute_type=str(target.dtype).removeprefix("torch."),
-            intra_threads=torch.get_num_threads(),
+        context = multiprocessing.get_context("spawn")
+        self._pipe, other = context.Pipe()
+        wanted = str(target.dtype).removeprefix("torch.")
+        place = target.device.type, target.device.index or 0
+        self._worker = context.Process(
+            target=serve, args=(other, str(converted), *place, wanted, torch.get_num_threads()), daemon=True
         )
+        self._worker.start()
+        #: What it really computes in: float32 where it does not offer the target's type.
+        self.compute_type = self._reply()
 
-    @property
-    def compute_type(self) -> str:
-        """What it really computes in: it falls back where the processor lacks a type."""
-        return str(self._generator.compute_type)
+    def _reply(self) -> Any:
+        while not self._pipe.poll(1.0):
+            if not self._worker.is_alive():
+                raise RunError("CTranslate2's process has died")
+        reply = self._pipe.recv()
+        if isinstance(reply, Exception):
+            raise RunError(f"CTranslate2 cannot run: {reply}")
+        return reply
 
     def answer(self, arm: Arm, ids: Sequence[int], seed: int) -> Answer:
         """Decode and measure one prompt."""
-        import ctranslate2
-
-        ctranslate2.set_random_seed(seed % 2**31)
-        prefill_s = self._run(arm, ids, 1)[1]
+        prefill_s = self._run(arm, ids, seed, 1)[1]
         self._meter.start()
-        tokens, wall_s = self._run(arm, ids, arm.settings.max_new_tokens)
+        tokens, wall_s = self._run(arm, ids, seed, arm.settings.max_new_tokens)
         reading = self._meter.stop()
         text = self._tokenizer.decode(tokens, skip_special_tokens=True)
         return Answer(
@@ -94,7 +99,7 @@ class CTranslate2:
             peak_bytes=None,
         )
 
-    def _run(self, arm: Arm, ids: Sequence[int], budget: int) -> tuple[list[int], float]:
+    def _run(self, arm: Arm, ids: Sequence[int], seed: int, budget: int) -> tuple[list[int], float]:
         """(new token ids up to and with the EOS, seconds)."""
         settings, beams = arm.settings, arm.method == "ct2-beam-search"
         options: dict[str, Any] = {"beam_size": settings.width} if beams else {
@@ -104,17 +109,16 @@ class CTranslate2:
         }  # fmt: skip
         # Without an EOS of its own it would stop at the tokenizer's.
         end: Any = list(self._eos) or [self._tokenizer.convert_ids_to_tokens(0)]
-        begin = time.perf_counter()
-        (result,) = self._generator.generate_batch(
-            [self._tokenizer.convert_ids_to_tokens(list(ids))],
-            max_length=budget,
-            end_token=end,
-            return_end_token=True,
-            include_prompt_in_result=False,
-            length_penalty=settings.length_penalty,
-            **options,
-        )
-        return [int(token) for token in result.sequences_ids[0]], time.perf_counter() - begin
+        options |= {
+            "max_length": budget,
+            "end_token": end,
+            "return_end_token": True,
+            "include_prompt_in_result": False,
+            "length_penalty": settings.length_penalty,
+        }
+        self._pipe.send((seed % 2**31, options, self._tokenizer.convert_ids_to_tokens(list(ids))))
+        tokens, seconds = self._reply()
+        return tokens, seconds
 
 
 def _save_plain(model: Any, tokenizer: Any, folder: Path) -> None:

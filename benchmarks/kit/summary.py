@@ -11,6 +11,7 @@ from dsbd_cli.bench import stats
 
 Record = Mapping[str, Any]
 _DRAWS, _SEED = 2000, 20250101
+_AT_REST = "did not move"  # what `energy_probes` says of a counter over a window that is too short for it
 
 
 def median(values: Sequence[float]) -> stats.Estimate:
@@ -61,6 +62,8 @@ def _by_prompt(records: Iterable[Record]) -> dict[str, dict[str, Any]]:
     for record in records:
         row = rows.get(record["prompt"])
         values = {name: record.get(name) for name in (*_SUMS, *_MAXIMA)}
+        if values["energy_j"] is None and _AT_REST in str(record.get("energy_reason")):
+            values["energy_j"] = 0.0  # the counter moves in steps: a later window has it
         if row is None:
             rows[record["prompt"]] = values
             continue
