@@ -79,6 +79,7 @@ def pareto(plt: Any, arms: Mapping[str, Any], x: str, x_label: str, qualities: S
     if not usable or not qualities:
         return None
     figure, axes = _panels(plt, len(qualities), 4.5)
+    edge = _edge(usable, x, low_x)
     labels: list[tuple[Any, list[tuple[Point, str]]]] = []
     for axis, (quality, label) in zip(axes, qualities, strict=True):
         groups: dict[str, list[Point]] = {}
@@ -86,8 +87,17 @@ def pareto(plt: Any, arms: Mapping[str, Any], x: str, x_label: str, qualities: S
         for name, arm in usable.items():
             across, up = value(arm, x), value(arm, quality)
             if across is not None and up is not None:
+                if edge is not None and _far(across, edge, low_x):
+                    # Drawn at the edge, with its number: on one scale it would squeeze all others together.
+                    axis.plot(
+                        edge, up, marker="<", color=COLORS["hf"], ms=7, mec="white", mew=0.8, ls="", zorder=3
+                    )
+                    spots.append(((edge, up), f"{name} ({across:.3g})"))
+                    continue
                 groups.setdefault(family(arm["method"]), []).append((across, up))
                 spots.append(((across, up), name))
+        outside = [spot for spot in spots if spot[1] not in usable]
+        spots = [spot for spot in spots if spot[1] in usable]
         keep = {point for group in ("beam", "dsbd") for point in front(groups.get(group, []), low_x)}
         for point, name in spots:
             arm = usable[name]
@@ -101,13 +111,29 @@ def pareto(plt: Any, arms: Mapping[str, Any], x: str, x_label: str, qualities: S
         axis.margins(x=0.16, y=0.14)
         if low_x:
             axis.invert_xaxis()
-        labels.append((axis, [s for s in spots if s[0] in keep or not usable[s[1]]["swept"]]))
+        shown = [s for s in spots if s[0] in keep or not usable[s[1]]["swept"]]
+        labels.append((axis, [*shown, *outside]))
     _legend(figure, usable)
     figure.canvas.draw()
     figure.set_layout_engine("none")  # labels are placed on the final axes
     for axis, spots in labels:
         _labels(figure, axis, spots)
     return figure
+
+
+def _edge(arms: Mapping[str, Any], x: str, low_x: bool) -> float | None:
+    """Where arms are drawn that lie far on the bad side of all of ours; None where none of ours has a number."""
+    ours = [value(arm, x) for arm in arms.values() if family(arm["method"]) != "hf"]
+    known = [number for number in ours if number is not None]
+    if len(known) < 2:
+        return None
+    low, high = min(known), max(known)
+    room = 0.18 * (high - low)
+    return high + room if low_x else low - room
+
+
+def _far(across: float, edge: float, low_x: bool) -> bool:
+    return across > 2 * edge if low_x else across < edge / 2
 
 
 def _panels(plt: Any, count: int, height: float) -> tuple[Any, list[Any]]:
@@ -156,6 +182,7 @@ def _labels(figure: Any, axis: Any, spots: Sequence[tuple[Point, str]]) -> None:
     for point, name in spots:
         merged.setdefault(point, []).append(name)
     inside = axis.get_window_extent(renderer)
+    right = min(inside.x1 + 60, figure.bbox.x1 - 4)
     # Plain arms first: their names matter most.
     for point, names in sorted(merged.items(), key=lambda entry: "=" in entry[1][0]):
         for dx, dy, side in _PLACES:
@@ -165,7 +192,7 @@ def _labels(figure: Any, axis: Any, spots: Sequence[tuple[Point, str]]) -> None:
                 arrowprops={"arrowstyle": "-", "lw": 0.5, "color": "#999999"} if abs(dy) > 12 else None,
             )  # fmt: skip
             extent = text.get_window_extent(renderer)
-            fits = inside.x0 <= extent.x0 and extent.x1 <= inside.x1 + 60 and inside.y0 <= extent.y0
+            fits = inside.x0 <= extent.x0 and extent.x1 <= right and inside.y0 <= extent.y0
             if fits and extent.y1 <= inside.y1 and not any(extent.overlaps(box) for box in taken):
                 taken.append(extent)
                 break
