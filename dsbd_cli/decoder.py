@@ -10,7 +10,7 @@ from typing import Any
 
 from dsbd_cli.decoding.chance import SeededChance
 from dsbd_cli.decoding.events import Event, Finished, Iteration, Layer, Notice, Prefilled, Text
-from dsbd_cli.decoding.methods import DRAFTING, decode, draft_warp, rows_needed, start
+from dsbd_cli.decoding.methods import decode, draft_warp, rows_needed, start
 from dsbd_cli.decoding.run import Run
 from dsbd_cli.decoding.runner import HfTreeModel
 from dsbd_cli.decoding.tree import Node, Trie, common_ancestor
@@ -19,7 +19,7 @@ from dsbd_cli.errors import UserError
 from dsbd_cli.loading import LoadedModel, Pair, PairSpec, load_pair
 from dsbd_cli.prompts import Prompt, encode
 from dsbd_cli.result import Beam, Result, Stats
-from dsbd_cli.settings import Settings
+from dsbd_cli.settings import DRAFTING, Settings
 from dsbd_cli.tally import Tally, ratio
 from dsbd_cli.text import ConfirmedText, Detokenizer, Endings, visible_text
 

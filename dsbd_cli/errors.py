@@ -34,3 +34,8 @@ class Stopped(DsbdError):
     """Ctrl-C, with how far the run was. Exit code 130."""
 
     exit_code = 130
+
+
+def first_line(error: BaseException) -> str:
+    """What a library's error says, in one line; its kind where it says nothing."""
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)

@@ -1,9 +1,11 @@
-"""Paths a user names, looked at before they are read whole or written to."""
+"""Paths a user names, looked at before they are read whole or written to; files that come whole or not at all."""
 
 from __future__ import annotations
 
 import os
 import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from dsbd_cli.errors import UserError
@@ -46,3 +48,14 @@ def refuse_unwritable(path: Path, option: str) -> None:
         raise UserError(f"{option} {path}: {getattr(error, 'strerror', None) or error}") from None
     if not os.access(place, os.W_OK):
         raise UserError(f"{option} {path} cannot be written: no permission for {place}")
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """A path beside `path` to write to; it takes `path`'s place when the block ends well, and goes if not."""
+    draft = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        yield draft
+        os.replace(draft, path)
+    finally:
+        draft.unlink(missing_ok=True)

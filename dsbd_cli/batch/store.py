@@ -19,7 +19,7 @@ from typing import Any
 
 from dsbd_cli.batch.shard import Shard
 from dsbd_cli.errors import RunError, UserError
-from dsbd_cli.paths import refuse_special, refuse_unwritable
+from dsbd_cli.paths import refuse_special, refuse_unwritable, replacing
 
 _POLL_S = 0.2
 _SIDECAR_S = 600.0
@@ -262,15 +262,10 @@ def _differences(there: Mapping[str, Any], here: Mapping[str, Any], ignore: Iter
 
 def write_whole(path: Path, lines: Iterable[bytes]) -> None:
     """Write a file so that it is there whole or not at all."""
-    draft = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    try:
-        with draft.open("wb") as file:
-            file.writelines(lines)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(draft, path)
-    finally:
-        draft.unlink(missing_ok=True)
+    with replacing(path) as draft, draft.open("wb") as file:
+        file.writelines(lines)
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def _same_file(fd: int, path: Path) -> bool:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from dsbd_cli.errors import RunError, UserError
+from dsbd_cli.paths import replacing
 
 RUN, RESULTS, RATINGS, SUMMARY = "run.json", "results.jsonl", "ratings.jsonl", "summary.json"
 Record = dict[str, Any]
@@ -74,17 +75,13 @@ def write_whole(path: Path, text: str | bytes) -> None:
     Raises:
         RunError: the disk is full.
     """
-    draft = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        with draft.open("wb") as stream:
+        with replacing(path) as draft, draft.open("wb") as stream:
             stream.write(text.encode("utf-8") if isinstance(text, str) else text)
             stream.flush()
             os.fsync(stream.fileno())
-        os.replace(draft, path)
     except OSError as error:
         raise write_error(path, error) from None
-    finally:
-        draft.unlink(missing_ok=True)
 
 
 def mend_ratings(folder: Path) -> None:

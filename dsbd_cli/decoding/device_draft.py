@@ -18,6 +18,7 @@ from dsbd_cli.decoding.device_request import Answer, Layer, Request, Reserved
 from dsbd_cli.decoding.forest import DraftLayer, DraftModelProposer, Forest, draft_room
 from dsbd_cli.decoding.law import Support, Warp
 from dsbd_cli.decoding.tree import Node, Trie
+from dsbd_cli.errors import first_line
 
 if TYPE_CHECKING:
     from dsbd_cli.decoding.runner import HfTreeModel
@@ -90,7 +91,7 @@ class DeviceProposer:
 
     def _stop(self, error: RuntimeError) -> None:
         self._loop = None
-        self._target.stop_loops(str(error).splitlines()[0])
+        self._target.stop_loops(first_line(error))
 
     def _by_steps(self, beams: list[Node], depth: int) -> Forest:
         forest = self._host.propose(beams, depth)

@@ -20,6 +20,7 @@ from dsbd_cli.decoding.law import Support, Warp
 from dsbd_cli.decoding.selftest import check_tree, refusal, refuse_unserved
 from dsbd_cli.decoding.tree import Node
 from dsbd_cli.decoding.tree_pool import Plan, TreePool
+from dsbd_cli.errors import first_line
 
 # Prompt tokens a forward: keeps the mask and the activations of a long prompt small.
 _CHUNK = 2048
@@ -337,7 +338,7 @@ class HfTreeModel:
             else:
                 self.rows.put(nodes, self._graphs.logits(plan)[keep])
         except RuntimeError as error:
-            self._no_graphs(f"recording failed ({str(error).splitlines()[0]})")
+            self._no_graphs(f"recording failed ({first_line(error)})")
             return False
         return True
 

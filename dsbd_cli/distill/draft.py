@@ -9,16 +9,17 @@ from __future__ import annotations
 
 import copy
 import json
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import nn
 
 from dsbd_cli.errors import UserError
+from dsbd_cli.loading.shared import dequantised
+from dsbd_cli.paths import replacing
 
 LAYERS_FILE = "layers.int8.safetensors"
 SHARED_KEY = "dsbd_shared_embeddings"
@@ -118,22 +119,10 @@ def quantise(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return packed
 
 
-def dequantise(packed: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The float32 weights of `quantise`d ones."""
-    return {
-        name: value.float() * packed[f"{name}.scale"].float().reshape(-1, 1)
-        if value.dtype == torch.int8
-        else value.float()
-        for name, value in packed.items()
-        if not name.endswith(".scale")
-    }
-
-
 def write_json(path: Path, value: Any) -> None:
     """Write `value` as JSON, whole or not at all."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
-    os.replace(temporary, path)
+    with replacing(path) as draft:
+        draft.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
 
 
 def save_draft(draft: Any, folder: Path, share_embeddings: bool, tokenizer: Any = None) -> None:
@@ -144,9 +133,8 @@ def save_draft(draft: Any, folder: Path, share_embeddings: bool, tokenizer: Any 
         if tokenizer is not None:
             tokenizer.save_pretrained(folder)
         return
-    temporary = folder / f".{LAYERS_FILE}.{os.getpid()}"
-    save_file(quantise(own_state(draft)), str(temporary))
-    os.replace(temporary, folder / LAYERS_FILE)
+    with replacing(folder / LAYERS_FILE) as temporary:
+        save_file(quantise(own_state(draft)), str(temporary))
     config = draft.config.to_dict()
     for name in ("_name_or_path", "_model_name_or_path"):  # a path of the machine it was made on
         config.pop(name, None)
@@ -161,7 +149,7 @@ def load_shared_draft(folder: Path, target: Any) -> Any:
     """
     try:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        state = dequantise(load_file(str(folder / LAYERS_FILE)))
+        state = dequantised(folder / LAYERS_FILE)
     except (OSError, ValueError) as error:
         raise UserError(f"{folder}: not a draft with shared embeddings: {error}") from error
     if config.get("hidden_size") != target.config.hidden_size:
@@ -186,7 +174,7 @@ def start_from(draft: Any, folder: Path) -> None:
         raise UserError(
             f"--from {folder}: holds no {LAYERS_FILE}; it must be a draft made with --share-embeddings"
         )
-    state = dequantise(load_file(str(folder / LAYERS_FILE)))
+    state = dequantised(folder / LAYERS_FILE)
     own = own_state(draft)
     if {name: tensor.shape for name, tensor in own.items()} != {name: t.shape for name, t in state.items()}:
         raise UserError(f"--from {folder}: that draft has other layers; give the --keep it was made with")

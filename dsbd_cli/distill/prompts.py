@@ -30,7 +30,8 @@ def read_prompts(path: Path) -> list[Prompt]:
         UserError: unreadable, empty, or a line that is not a prompt (with its number).
     """
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        # Not splitlines: texts may hold characters that it takes for line ends.
+        lines = path.read_text(encoding="utf-8-sig").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{path}: cannot read prompts: {error}") from error
     prompts = []

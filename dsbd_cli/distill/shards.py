@@ -8,7 +8,6 @@ for each sequence its `length`, `start` (the first token the target wrote: train
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,6 +18,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from dsbd_cli.errors import RunError, UserError
+from dsbd_cli.paths import replacing
 
 SUFFIX = ".tokens.safetensors"
 COLUMNS = ("tokens", "length", "start", "answer")
@@ -86,12 +86,11 @@ def save(sequences: Sequences, path: Path) -> None:
     Raises:
         RunError: the disk refuses.
     """
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         arrays = {name: _narrow(getattr(sequences, name)) for name in COLUMNS}
-        save_file(arrays, str(temporary), metadata={"dsbd": json.dumps(sequences.meta)})
-        os.replace(temporary, path)
+        with replacing(path) as temporary:
+            save_file(arrays, str(temporary), metadata={"dsbd": json.dumps(sequences.meta)})
     except OSError as error:
         raise RunError(f"{path}: cannot write the shard: {error}") from error
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,6 +18,7 @@ from dsbd_cli.distill.metrics import Warp, token_figures
 from dsbd_cli.distill.shards import Sequences
 from dsbd_cli.distill.world import World
 from dsbd_cli.errors import RunError, UserError
+from dsbd_cli.paths import replacing
 
 EVALUATIONS = 20
 FIGURE_CHUNK = 1024
@@ -147,10 +147,9 @@ class Trainer:
             "best": self.best, "curve": self.curve, "options": repr(self.options), "size": self.world.size,
             "numbers": (self.step, self.epoch, self.place, self.tokens_seen, self.elapsed, self.next_evaluation),
         }  # fmt: skip
-        temporary = self.checkpoint.with_name(f".{self.checkpoint.name}.{os.getpid()}")
         try:
-            torch.save(state, temporary)
-            os.replace(temporary, self.checkpoint)
+            with replacing(self.checkpoint) as temporary:
+                torch.save(state, temporary)
         except OSError as error:
             raise RunError(f"{self.checkpoint}: cannot write the checkpoint: {error}") from error
 

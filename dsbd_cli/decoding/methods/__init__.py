@@ -18,9 +18,7 @@ from dsbd_cli.decoding.pace import Pace
 from dsbd_cli.decoding.run import Run
 from dsbd_cli.decoding.tree import Trie
 from dsbd_cli.decoding.width import FixedWidth, WidthRule, width_rule
-from dsbd_cli.settings import DEFAULT_TREE, ONE_BEAM_METHODS, Settings
-
-DRAFTING = ("dsbd", "speculative", "specinfer")
+from dsbd_cli.settings import DEFAULT_TREE, DRAFTING, ONE_BEAM_METHODS, Settings
 
 
 def warp_of(settings: Settings) -> Warp:
