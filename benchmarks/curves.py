@@ -95,7 +95,8 @@ def numbers(text: str) -> list[int]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parser().parse_args(arguments)
-    os.environ.setdefault("DSBD_FIXED_FOREST", "1")  # a point of a curve is a width and a gamma, used in full
+    before = os.environ.get("DSBD_FIXED_FOREST")
+    os.environ["DSBD_FIXED_FOREST"] = before or "1"  # a point of a curve is a width and a gamma, used in full
     try:
         if options.report is None and options.out is None:
             raise UserError("--out is missing: name the results file")
@@ -109,6 +110,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except DsbdError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
+    finally:
+        if before is None:
+            del os.environ["DSBD_FIXED_FOREST"]
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:

@@ -66,6 +66,11 @@ def library() -> Any:
     return loaded
 
 
+def likely() -> bool:
+    """Whether the tiles can be used here, as far as that can be told without compiling anything."""
+    return native.allowed() and native.processor_flags() >= _NEEDED
+
+
 def serves(model: Any, int8: bool) -> bool:
     """Whether `TileForward` can take this model here."""
     if not lean.serves(model) or model.device.type != "cpu" or not (int8 or model.dtype == torch.bfloat16):

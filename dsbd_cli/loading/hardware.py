@@ -29,10 +29,13 @@ def pick_device(name: str, role: str) -> torch.device:
     return device
 
 
-def pick_dtype(name: str, device: torch.device) -> torch.dtype:
+def pick_dtype(name: str, device: torch.device, coarse: bool = False) -> torch.dtype:
     """The number format called `name`; `auto` is what `device` runs well.
 
     float16 is never chosen where bfloat16 runs: activations of models trained in bfloat16 overflow it.
+
+    Args:
+        coarse: the weights are stored in bfloat16 or fewer bits, so that they lose nothing in bfloat16.
     """
     if name != "auto":
         dtype: torch.dtype = getattr(torch, name)
@@ -43,4 +46,6 @@ def pick_dtype(name: str, device: torch.device) -> torch.dtype:
         return torch.bfloat16 if bf16 else torch.float16
     if device.type == "mps":
         return torch.bfloat16 if torch.backends.mps.is_macos_or_newer(14, 0) else torch.float16
-    return torch.float32
+    from dsbd_cli.decoding.tiles import likely
+
+    return torch.bfloat16 if coarse and likely() else torch.float32

@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from dsbd_cli.errors import UserError
 from dsbd_cli.loading import compat, early, hardware
 from dsbd_cli.loading.cache import cache_root
@@ -52,10 +54,6 @@ def load(
     sources = early.look(spec, need_draft=want_draft, cache_dir=cache)
     devices = [hardware.pick_device(spec.target_device, "target")]
     devices += [hardware.pick_device(spec.draft_device, "draft")] if want_draft else []
-    dtypes = [
-        hardware.pick_dtype(name, device)
-        for name, device in zip((spec.target_dtype, spec.draft_dtype), devices, strict=False)
-    ]
     # The draft is looked at before the target, whose download or conversion may take minutes.
     draft_place = locate(sources[1], "draft", spec.draft_revision, cache, tell) if want_draft else None
     place = locate(sources[0], "target", spec.revision, cache, tell)
@@ -71,14 +69,20 @@ def load(
             if not draft_place.shared:
                 names = (place.source.name, draft_place.source.name)
                 notes += compat.check_same_tokens(tokenizer, load_tokenizer(draft_place, trust), names)
+        dtype = hardware.pick_dtype(spec.target_dtype, devices[0], _coarse(place, config))
         draft = None
-        if draft_place is not None and not draft_place.shared:
-            draft = load_weights(draft_place, draft_config, spec, devices[1], dtypes[1])
+        if draft_place is not None:
+            # A draft that borrows its target's embeddings is stored in 8 bits, and borrows in one format only.
+            borrowed = draft_place.shared
+            coarse = dtype == torch.bfloat16 if borrowed else _coarse(draft_place, draft_config)
+            draft_dtype = hardware.pick_dtype(spec.draft_dtype, devices[1], coarse)
+            if not draft_place.shared:
+                draft = load_weights(draft_place, draft_config, spec, devices[1], draft_dtype)
         if not place.is_local:
             tell(f"loading {place.source.name}")
-        target = load_weights(place, config, spec, devices[0], dtypes[0])
+        target = load_weights(place, config, spec, devices[0], dtype)
         if draft_place is not None and draft_place.shared:
-            draft = load_shared(draft_place, target, devices[1], dtypes[1], trust)
+            draft = load_shared(draft_place, target, devices[1], draft_dtype, trust)
     known = compat.token_range(tokenizer)
     notes += compat.ignored_options(target.model.generation_config)
     return Pair(
@@ -89,6 +93,11 @@ def load(
         vocab_size=min(known, target.vocab_rows) if known else target.vocab_rows,
         notes=notes,
     )
+
+
+def _coarse(place: Place, config: Any) -> bool:
+    """Whether the weights are stored in bfloat16, or in the few bits of a GGUF file."""
+    return place.source.kind in ("gguf", "wheel") or getattr(config, "dtype", None) == torch.bfloat16
 
 
 def _prepare_draft(place: Place, trust: bool) -> Any:

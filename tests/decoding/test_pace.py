@@ -21,6 +21,7 @@ from tests.decoding.toys import DRAFTS, EOS, OFF, ON
 @pytest.fixture
 def spare(monkeypatch):
     """Forests as on a CPU: `start` finds a price of a layer."""
+    monkeypatch.delenv("DSBD_FIXED_FOREST", raising=False)
     monkeypatch.setattr(TableModel, "layer_price", lambda self, draft: 0.3, raising=False)
 
 

@@ -40,7 +40,7 @@ def loaded(tmp_path_factory):
     folder = tmp_path_factory.mktemp("gguf")
     model = tiny_llama()
     path = write_gguf(folder / "tiny.gguf", model)
-    pair = load_pair(PairSpec(str(path)), cache_dir=folder / "cache")
+    pair = load_pair(PairSpec(str(path), target_dtype="float32"), cache_dir=folder / "cache")
     return model, path, pair, folder
 
 
@@ -86,7 +86,7 @@ def test_changed_file_is_converted_again(tmp_path):
     other = tiny_llama(1)
     write_gguf(path, other)
     os.utime(path, ns=(1, 1))
-    pair = load_pair(PairSpec(str(path)), cache_dir=tmp_path / "cache")
+    pair = load_pair(PairSpec(str(path), target_dtype="float32"), cache_dir=tmp_path / "cache")
     with torch.no_grad():
         assert (pair.target.model(IDS).logits - other(IDS).logits).abs().max() < 1e-5
 
@@ -94,7 +94,7 @@ def test_changed_file_is_converted_again(tmp_path):
 def test_quantised_and_untied(tmp_path):
     model = tiny_llama(tied=False)
     path = write_gguf(tmp_path / "q.gguf", model, quantised=True)
-    pair = load_pair(PairSpec(str(path)), cache_dir=tmp_path / "cache")
+    pair = load_pair(PairSpec(str(path), target_dtype="float32"), cache_dir=tmp_path / "cache")
     with torch.no_grad():
         gap = (model(IDS).logits - pair.target.model(IDS).logits).abs().max()
     assert 0 < gap < 0.5  # eight bits are not exact, and not far off

@@ -170,9 +170,18 @@ def load() -> Kernels | None:
     return compiled(lambda: Kernels(built("kernels.c")))
 
 
+def allowed() -> bool:
+    """Whether compiled kernels are wanted and there is something to compile them with."""
+    return os.environ.get("DSBD_NATIVE") != "0" and sys.platform != "win32" and _compiler() is not None
+
+
+def _compiler() -> str | None:
+    return os.environ.get("CC") or shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
+
+
 def compiled(make: Callable[[], _T]) -> _T | None:
     """What `make` builds and loads; None where that is not possible or not wanted."""
-    if os.environ.get("DSBD_NATIVE") == "0" or sys.platform == "win32":
+    if not allowed():
         return None
     try:
         return make()
@@ -191,7 +200,7 @@ def built(*sources: str, flags: Sequence[str] = ()) -> Path:
     Raises:
         OSError, subprocess.SubprocessError: no compiler, or one that refuses.
     """
-    compiler = os.environ.get("CC") or shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
+    compiler = _compiler()
     if not compiler:
         raise FileNotFoundError("no C compiler")
     texts = [(_FOLDER / name).read_text(encoding="utf-8") for name in sources]
