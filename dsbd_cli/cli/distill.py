@@ -195,10 +195,14 @@ def evaluate(
             if save_answers is not None:
                 shards.save(whole, save_answers)
     figures = _measure(pair, whole, warp, limit, view)
-    costs = Costs({"target": pair.target.model, "draft": pair.draft.model})
+    names = pair.target.name, pair.draft.name
+    del pair  # room for the pair in the formats that decoding uses
+    decoding = _load(target, draft, device, quiet=True, dtype="auto")
+    assert decoding.draft is not None
+    costs = Costs({"target": decoding.target.model, "draft": decoding.draft.model})
     predicted = evaluation.predictions(evaluation.merge(list(figures.values())), costs, width, draft_width)
     report = {
-        "target": pair.target.name, "draft": pair.draft.name,
+        "target": names[0], "draft": names[1],
         "sets": {name: evaluation.summary(found) for name, found in figures.items()},
         "predicted": predicted,
         "milliseconds": {f"{name} {count}": round(ms, 3) for (name, count), ms in sorted(costs.known.items())},
@@ -209,7 +213,7 @@ def evaluate(
         _print_report(report, None, width, draft_width)
 
 
-def _load(target: str, draft: str | None, device: str, quiet: bool = False) -> Pair:
+def _load(target: str, draft: str | None, device: str, quiet: bool = False, dtype: str = "float32") -> Pair:
     from dsbd_cli.loading import PairSpec, load_pair
     from dsbd_cli.loading.progress import TerminalProgress, silent
 
@@ -218,8 +222,8 @@ def _load(target: str, draft: str | None, device: str, quiet: bool = False) -> P
         draft,
         target_device=device,
         draft_device=device,
-        target_dtype="float32",
-        draft_dtype="float32",
+        target_dtype=dtype,
+        draft_dtype=dtype,
     )
     if quiet:
         return load_pair(spec, need_draft=draft is not None, progress=silent)

@@ -1,4 +1,4 @@
-"""Milliseconds of a forward over a few new tokens, measured here and now."""
+"""Milliseconds of a forward over a few new nodes, measured here and now, as decoding runs it."""
 
 from __future__ import annotations
 
@@ -8,50 +8,54 @@ from typing import Any
 
 import torch
 
-from dsbd_cli.distill.engine import cache_keyword
-
 PREFIX = 128
-REPEATS = 5
+REPEATS = 7
+ROW = 10  # best entries of each node's row, which a forward is asked for too
 
 
 class Costs:
     """Forward times of models by name, measured on first use with `PREFIX` tokens already cached.
 
-    Plain modelling code, no graphs: decoding here is faster on a GPU, and the ratio is what counts.
+    Args:
+        models: causal LMs in the formats that decoding would use; the one called `draft` as a draft (on a
+            CPU it multiplies in int8).
+
+    Raises:
+        UserError: an architecture that decoding does not serve.
     """
 
     def __init__(self, models: dict[str, Any]) -> None:
-        self.models = models
+        from dsbd_cli.decoding.runner import HfTreeModel
+
+        self._trees = {
+            name: HfTreeModel(
+                model,
+                vocab_size=model.config.get_text_config().vocab_size,
+                role=name,
+                int8=name == "draft" and model.device.type == "cpu",
+            )
+            for name, model in models.items()
+        }
         self.known: dict[tuple[str, int], float] = {}
 
     def __call__(self, name: str, count: int) -> float:
         if (name, count) not in self.known:
-            self.known[name, count] = self._measure(self.models[name], count)
+            self.known[name, count] = self._measure(self._trees[name], count)
         return self.known[name, count]
 
-    @torch.inference_mode()
-    def _measure(self, model: Any, count: int) -> float:
-        from transformers import DynamicCache
+    @staticmethod
+    def _measure(tree: Any, count: int) -> float:
+        from dsbd_cli.decoding.tree import Node
 
-        device = next(model.parameters()).device
-        vocab = model.config.get_text_config().vocab_size
-        ids = torch.randint(0, vocab, (1, PREFIX + count), generator=torch.Generator().manual_seed(0)).to(
-            device
-        )
-        keyword = cache_keyword(model)
-        cache = DynamicCache(config=model.config)
-        model(input_ids=ids[:, :PREFIX], use_cache=True, **{keyword: cache})
+        root = Node(-1, None)
+        generator = torch.Generator().manual_seed(0)
+        draw = torch.randint(0, tree.vocab_size, (PREFIX + count,), generator=generator).tolist()
+        tree.prefill(draw[:PREFIX], root, row_size=ROW)
         times = []
         for _ in range(REPEATS + 2):
-            self._sync(device)
+            nodes = [Node(token, root) for token in draw[PREFIX:]]
             began = time.perf_counter()
-            model(input_ids=ids[:, PREFIX:], use_cache=True, **{keyword: cache})
-            self._sync(device)
+            tree.forward(nodes)  # its rows have reached the host when it returns
             times.append(1000 * (time.perf_counter() - began))
-            cache.crop(-count)
+            tree.retain([root])
         return statistics.median(times[2:])
-
-    @staticmethod
-    def _sync(device: torch.device) -> None:
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
