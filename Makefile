@@ -8,20 +8,24 @@ TEST_ENV := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false MPL
 demo: .venv/.ready ## set everything up and decode one prompt with the default pair
 	$(BIN)/dsbd generate "What is the capital of France?" --seed 1
 
-test: .venv/.ready lint ## all tests; what CI runs
+test: .venv/.ready-test lint ## all tests; what CI runs
 	$(TEST_ENV) $(BIN)/python -m pytest -n auto --dist loadgroup
 
-quick: .venv/.ready lint ## the fast part of the tests
+quick: .venv/.ready-test lint ## the fast part of the tests
 	$(TEST_ENV) $(BIN)/python -m pytest -n auto --dist loadgroup -m "not slow"
 
-lint: .venv/.ready
+lint: .venv/.ready-test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy dsbd_cli
 
 .venv/.ready: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[test]"
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[bench]"
+	touch $@
+
+.venv/.ready-test: .venv/.ready
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[bench,test]"
 	touch $@
 
 clean:
