@@ -23,7 +23,8 @@ from dsbd_cli.decoding.tree_pool import Plan, TreePool
 
 NODE_BUCKETS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64)
 _LEAST_SLOTS = 256
-_AT_ONCE_S = 1e-4
+# A wait shorter than this: what was waited for had ended before.
+AT_ONCE_S = 1e-4
 _INPUTS = 7  # ids, positions, slots, mask rows, base rows, who sees whom as 64 bits, slots in use
 
 
@@ -177,7 +178,7 @@ class Flight:
         recorder.wait()
         now = time.perf_counter()
         # A wait that is over at once means that the device had been idle for who knows how long.
-        self.seconds = now - self._begin if now - came > _AT_ONCE_S else None
+        self.seconds = now - self._begin if now - came > AT_ONCE_S else None
 
 
 class Recorder:

@@ -14,7 +14,7 @@ import torch
 from dsbd_cli.decoding.chance import Chance, SeededChance
 from dsbd_cli.decoding.cuda_graph import Flight
 from dsbd_cli.decoding.device_loop import DeviceLoop
-from dsbd_cli.decoding.device_request import Answer, Layer, Request, Reserved
+from dsbd_cli.decoding.device_request import Answer, Layer, Request
 from dsbd_cli.decoding.forest import DraftLayer, DraftModelProposer, Forest, draft_room
 from dsbd_cli.decoding.law import Support, Warp
 from dsbd_cli.decoding.tree import Node, Trie
@@ -70,7 +70,7 @@ class DeviceProposer:
         except RuntimeError as error:
             self._forget()
             self._stop(error)
-        self._target.set_off(self._flight)
+        self._target.set_off(self._flight is not None)
 
     def propose(self, beams: list[Node], depth: int) -> Forest:
         if self._flight is None:
@@ -80,7 +80,7 @@ class DeviceProposer:
             return self._by_steps(beams, depth)
         assert self._loop is not None
         answer = self._loop.land(flight)
-        self._target.landed(flight)
+        self._target.landed(flight.seconds)
         self._draft.calls += self._gamma
         self._target.calls += 1
         forest = self._entered(beams, answer)
@@ -106,7 +106,7 @@ class DeviceProposer:
     def _request(self, beams: list[Node]) -> Request:
         draft, target = self._draft.pool, self._target.pool
         count = self._gamma * self._width
-        spaces = Reserved(*draft.reserve(count - self._width)), Reserved(*target.reserve(count))
+        spaces = self._spaces = draft.reserve(count - self._width), target.reserve(count)
         drafted = draft.missing(beams)  # known beams too: their rows are needed there, anew
         missed = target.missing([node for node in beams if not self._target.knows(node)])
         self._missed, self._drafted = missed, drafted
@@ -129,8 +129,8 @@ class DeviceProposer:
 
     def _forget(self) -> None:
         """Give back what was reserved; the planned nodes were not computed, so they go too."""
-        self._draft.pool.release()
-        self._target.pool.release()
+        self._draft.pool.release(self._spaces[0])
+        self._target.pool.release(self._spaces[1])
         self._draft.withdraw(self._drafted)
         self._target.withdraw(self._missed)
 
@@ -144,7 +144,7 @@ class DeviceProposer:
             nodes = [node for node in parents if node is not None]
             if not all(drafted.finite[i] for i in places):
                 raise self._draft.rows.fail(nodes[0])
-            layer, parents = self._layer(places, nodes, drafted)
+            layer, parents = layer_of(self._trie, places, nodes, drafted)
             layers.append(layer)
             found |= {node: depth * self._width + i for i, node in enumerate(parents) if node is not None}
             # A draw that a stop string finishes the device does not see: drafting ends above its children.
@@ -154,35 +154,43 @@ class DeviceProposer:
         offset = len(self._missed)
         self._target.rows.put_best(self._missed, answer.rows, range(offset))
         self._target.rows.put_best(list(found), answer.rows, [offset + place for place in found.values()])
-        self._target.pool.adopt(found.keys(), found.values())
+        self._target.pool.adopt(self._spaces[1], found)
         small = (self._gamma - 1) * self._width  # the last layer is not forwarded by the draft
         forwarded = {node: place for node, place in found.items() if place < small}
-        self._draft.pool.adopt(forwarded.keys(), forwarded.values())
+        self._draft.pool.adopt(self._spaces[0], forwarded)
         return Forest(layers, computed=True)
 
-    def _layer(
-        self, places: list[int], parents: list[Node], drafted: Layer
-    ) -> tuple[DraftLayer, list[Node | None]]:
-        """A layer as the methods see it, and per draw the node that became a parent, or None."""
-        parent, token, logp, prob = drafted.parent, drafted.token, drafted.logp, drafted.prob
-        if places[-1] != len(places) - 1:  # some draws are no parents: those that are have other numbers
-            number = np.full(places[-1] + 1, -1)
-            number[places] = np.arange(len(places))
-            # Entries of no mass may have no parent; they are not looked at.
-            parent = number[np.minimum(parent, places[-1])]
-        child, draws = self._trie.child, drafted.draws
-        nodes = [
-            child(parents[p], t) for p, t in zip(parent[draws].tolist(), token[draws].tolist(), strict=True)
-        ]
-        inside = prob > 0
-        if not inside.all():
-            parent, token, logp, prob = parent[inside], token[inside], logp[inside], prob[inside]
-        seen: set[Node] = set()
-        new: list[Node | None] = []
-        for node in nodes:
-            new.append(None if node in seen or node.finish is not None else node)
-            seen.add(node)
-        return DraftLayer(parents, Support(parent, token, logp, prob), nodes), new
+
+def layer_of(
+    trie: Trie, places: list[int], parents: list[Node], drafted: Layer
+) -> tuple[DraftLayer, list[Node | None]]:
+    """A layer as the methods see it, and per draw the node that became a parent, or None.
+
+    Args:
+        places: which of the device's parents `parents` are.
+    """
+    parent, token, logp, prob = drafted.parent, drafted.token, drafted.logp, drafted.prob
+    if places[-1] != len(places) - 1:  # some draws are no parents: those that are have other numbers
+        number = np.full(places[-1] + 1, -1)
+        number[places] = np.arange(len(places))
+        # Entries of no mass may have no parent; they are not looked at.
+        parent = number[np.minimum(parent, places[-1])]
+    child, draws = trie.child, drafted.draws
+    nodes = [child(parents[p], t) for p, t in zip(parent[draws].tolist(), token[draws].tolist(), strict=True)]
+    inside = prob > 0
+    if not inside.all():
+        parent, token, logp, prob = parent[inside], token[inside], logp[inside], prob[inside]
+    return DraftLayer(parents, Support(parent, token, logp, prob), nodes), living(nodes)
+
+
+def living(nodes: list[Node]) -> list[Node | None]:
+    """Draws with None for those below which nothing grows: finished ones, and the later of equal ones."""
+    seen: set[Node] = set()
+    new: list[Node | None] = []
+    for node in nodes:
+        new.append(None if node in seen or node.finish is not None else node)
+        seen.add(node)
+    return new
 
 
 def device_proposer(

@@ -74,5 +74,7 @@ def best_layer(scores: Tensor, tokens: Tensor, logps: Tensor, width: int) -> Dra
 def _head(scores: Tensor, tokens: Tensor, logps: Tensor, size: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Parent, token, log-probability and log weight of the `size` heaviest entries, heaviest first."""
     wide = logps.double()
-    weight, flat = torch.topk((scores[:, None] + wide).flatten(), size)
+    # Not topk, which keeps no order among ties: they go to the earlier parent, then to the lower token.
+    weight, flat = torch.sort((scores[:, None] + wide).flatten(), descending=True, stable=True)
+    weight, flat = weight[:size], flat[:size]
     return flat // tokens.shape[1], tokens.flatten()[flat], wide.flatten()[flat], weight

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from dsbd_cli.decoding.cuda_graph import Flight, Recorder, pad, seen_inside, slots_to_see
-from dsbd_cli.decoding.device_law import Drafted, best_layer, draft_layer
-from dsbd_cli.decoding.device_request import Answer, Layer, Request, Reserved, Side
+from dsbd_cli.decoding.device_request import Answer, Layer, Request, Side
+from dsbd_cli.decoding.device_steps import Drafting, Nodes, draft_forest, forest_nodes, forward, together
 from dsbd_cli.decoding.law import Warp
 from dsbd_cli.decoding.rows import finite_rows, log_probabilities, pack, unpack
 from dsbd_cli.decoding.tree_pool import Plan
@@ -59,7 +59,8 @@ class DeviceLoop:
     ) -> None:  # fmt: skip
         self.target, self.draft = target, draft
         self.width, self.gamma, self.beams, self.warp = width, gamma, beams, warp
-        self._eos = torch.tensor(eos_ids, dtype=torch.long, device=device)
+        eos = torch.tensor(eos_ids, dtype=torch.long, device=device)
+        self._how = Drafting(width, gamma, warp, eos)
         self._recorder = Recorder(device)
         self._buckets: dict[tuple[int, int, int, int], _Recorded] = {}
         self._pointers: tuple[Any, Any] = ((0, 0), (0, 0))
@@ -74,18 +75,20 @@ class DeviceLoop:
         """Record what almost every prompt needs, so that no answer waits for it later."""
         draft, target = self.draft.pool, self.target.pool
         count = self.gamma * self.width
-        spaces = Reserved(*draft.reserve(count - self.width)), Reserved(*target.reserve(count))
+        spaces = draft.reserve(count - self.width), target.reserve(count)
         nothing = np.zeros((0, 0), dtype=bool)
         plans = [Plan([], [], [], [], [], nothing, pool.slots.used) for pool in (draft, target)]
         uniforms = np.zeros((self.gamma, self.width))
         # One beam behind the spare slot: its nodes lie in reserved space, which is given back.
         request = Request(plans[0], [0], plans[1], [0], [0.0], 0, *spaces, uniforms)
-        for sizes in _USUAL:
-            key = self._key(request, *sizes)
-            if key not in self._buckets:
-                self._buckets[key] = self._record(self._packed(request, *sizes), key)
-        draft.release()
-        target.release()
+        try:
+            for sizes in _USUAL:
+                key = self._key(request, *sizes)
+                if key not in self._buckets:
+                    self._buckets[key] = self._record(self._packed(request, *sizes), key)
+        finally:
+            draft.release(spaces[0])
+            target.release(spaces[1])
 
     def _key(self, request: Request, draft_size: int, target_size: int) -> tuple[int, int, int, int]:
         pointers = self.target.pool.pointers(), self.draft.pool.pointers()
@@ -134,8 +137,7 @@ class DeviceLoop:
             np.array([*request.beam_rows, *[0] * spare]),
             scores.view(np.int64),
             np.array([request.position]),
-            np.array(request.draft_space).ravel(),
-            np.array(request.target_space).ravel(),
+            *(np.array([claim.slots, claim.mask_rows]).ravel() for claim in (request.draft_space, request.target_space)),
             np.ascontiguousarray(request.uniforms, dtype=np.float64).view(np.int64).ravel(),
         ]
         return torch.from_numpy(np.concatenate([part.astype(np.int64, copy=False) for part in parts]))
@@ -201,96 +203,24 @@ class DeviceLoop:
         draft_in, target_in, beams, beam_rows, scores, position, draft_space, target_space, uniforms = (
             self._unpacked(inputs, draft_size, target_size)
         )
-        parts: list[Tensor] = []
-        drafted: list[Drafted] = []
         used = draft_in[6, :1]
-        logits = self._planned(self.draft, draft_in, draft_sees)[beams]
-        weights, parent_rows = scores.view(torch.float64), draft_in[3][beams]
-        for depth in range(self.gamma):
-            layer, finite = self._layer(logits, weights, uniforms[depth].view(torch.float64))
-            drafted.append(layer)
-            whole = [
-                layer.parent.double(),
-                layer.token.double(),
-                layer.logp,
-                layer.prob,
-                layer.draws.double(),
-            ]
-            parts += [torch.cat(whole).view(torch.float32), finite.float()]
-            weights = layer.scores.masked_fill(torch.isin(layer.token[layer.draws], self._eos), -torch.inf)
-            if depth + 1 < self.gamma:
-                slots, rows = draft_space[:, depth]
-                base = parent_rows[layer.parent[layer.draws]]
-                alone = torch.eye(self.width, dtype=torch.bool, device=inputs.device)
-                mask = self.draft.pool.masks.extend(base, rows, slots, alone)
-                where = (position + depth + 1).expand(self.width)
-                tokens = layer.token[layer.draws]
-                logits = self._forward(self.draft, tokens, where, slots, used, mask, draft_sees)
-                parent_rows = rows
-            self._recorder.cut()
-        logps = self._verify(target_in, drafted, beam_rows, position, target_space, target_sees)
+        logits = forward(self.draft, self._planned(self.draft, draft_in), used, draft_sees)[beams]
+        drafted, finite = draft_forest(
+            self.draft, self._how, logits, scores.view(torch.float64), draft_in[3][beams], position,
+            draft_space, used, draft_sees, uniforms.view(torch.float64), self._recorder.cut,
+        )  # fmt: skip
+        parts: list[Tensor] = []
+        for layer, known in zip(drafted, finite, strict=True):
+            whole = [layer.parent.double(), layer.token.double(), layer.logp, layer.prob, layer.draws.double()]
+            parts += [torch.cat(whole).view(torch.float32), known]
+        own = self._planned(self.target, target_in)  # first: it writes the rows that the forest's start from
+        forest = forest_nodes(self.target, self._how, drafted, beam_rows, position, target_space)
+        logits = forward(self.target, together(own, forest), target_in[6, :1], target_sees)
+        logps = log_probabilities(logits, self.target.vocab)
         parts.append(pack(logps, finite_rows(logps), self.target.row_size).flatten())
         return [torch.cat(parts)]
 
-    def _planned(self, side: Side, inputs: Tensor, sees: int) -> Tensor:
-        """Forward what the host has planned; logits of all its nodes."""
-        ids, positions, slots, rows, base, bits, used = inputs
-        mask = side.pool.masks.extend(base, rows, slots, seen_inside(bits))
-        return self._forward(side, ids, positions, slots, used[:1], mask, sees)
-
-    def _forward(
-        self, side: Side, ids: Tensor, positions: Tensor, slots: Tensor, used: Tensor, mask: Tensor, sees: int
-    ) -> Tensor:
-        cache = side.pool.cache
-        cache.slots, cache.used, cache.length = slots, sees, used
-        return side.forward(cache, ids, positions, mask[:, :sees], 0)
-
-    def _layer(self, logits: Tensor, weights: Tensor, uniforms: Tensor) -> tuple[Drafted, Tensor]:
-        """Draft one layer on the parents' logits."""
-        logps = log_probabilities(logits, self.draft.vocab)
-        best = pack(logps, finite_rows(logps), self.draft.row_size)
-        fetched, size = best.shape[1] // 2, min(self.draft.row_size, self.draft.vocab)
-        values, ids = best[:, :size], best[:, fetched : fetched + size].contiguous().view(torch.int32).long()
-        if self.warp is None:
-            return best_layer(weights, ids, values, self.width), best[:, -1]
-        return draft_layer(weights, ids, values, self.warp, uniforms), best[:, -1]
-
-    def _verify(
-        self,
-        inputs: Tensor,
-        drafted: list[Drafted],
-        beam_rows: Tensor,
-        position: Tensor,
-        space: Tensor,
-        sees: int,
-    ) -> Tensor:
-        """The target over its missing beams and the forest, in one forward; their log-probabilities."""
-        ids, positions, slots, rows, base, bits, used = inputs
-        masks, device, wide = self.target.pool.masks, inputs.device, self.width
-        own = masks.extend(base, rows, slots, seen_inside(bits))
-        count = self.gamma * wide
-        inside = torch.zeros((count, count), dtype=torch.bool, device=device)
-        bases: list[Tensor] = []
-        tokens: list[Tensor] = []
-        wheres: list[Tensor] = []
-        for depth, layer in enumerate(drafted):
-            parent = layer.parent[layer.draws]
-            here = slice(depth * wide, (depth + 1) * wide)
-            if depth:
-                inside[here] = inside[(depth - 1) * wide : depth * wide][parent]
-            inside[here, here].fill_diagonal_(True)
-            bases.append((bases[-1] if depth else beam_rows)[parent])
-            tokens.append(layer.token[layer.draws])
-            wheres.append((position + depth + 1).expand(wide))
-        forest_slots, forest_rows = space[0].flatten(), space[1].flatten()
-        below = masks.extend(torch.cat(bases), forest_rows, forest_slots, inside)
-        logits = self._forward(
-            self.target,
-            torch.cat([ids, *tokens]),
-            torch.cat([positions, *wheres]),
-            torch.cat([slots, forest_slots]),
-            used[:1],
-            torch.cat([own, below]),
-            sees,
-        )
-        return log_probabilities(logits, self.target.vocab)
+    def _planned(self, side: Side, inputs: Tensor) -> Nodes:
+        """What the host has planned."""
+        ids, positions, slots, rows, base, bits, _ = inputs
+        return Nodes(ids, positions, slots, side.pool.masks.extend(base, rows, slots, seen_inside(bits)))

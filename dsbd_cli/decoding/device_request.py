@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from dsbd_cli.decoding.rows import Best
-from dsbd_cli.decoding.tree_pool import Plan, TreePool
+from dsbd_cli.decoding.tree_pool import Claim, Plan, TreePool
 
 
 @dataclass(frozen=True)
@@ -19,13 +19,6 @@ class Side:
     pool: TreePool
     vocab: int
     row_size: int
-
-
-class Reserved(NamedTuple):
-    """Slots and mask rows for the forest, layer by layer."""
-
-    slots: list[int]
-    mask_rows: list[int]
 
 
 @dataclass(frozen=True)
@@ -39,7 +32,7 @@ class Request:
         beam_rows: the beams' mask rows in the target's pool.
         scores: the beams' log weights.
         position: of the beams' tokens.
-        draft_space, target_space: for (gamma - 1) x W and gamma x W nodes.
+        draft_space, target_space: for (gamma - 1) x W and gamma x W nodes, layer by layer.
         uniforms: [gamma, W]; not looked at where the most probable are taken.
     """
 
@@ -49,8 +42,8 @@ class Request:
     beam_rows: list[int]
     scores: list[float]
     position: int
-    draft_space: Reserved
-    target_space: Reserved
+    draft_space: Claim
+    target_space: Claim
     uniforms: np.ndarray
 
 

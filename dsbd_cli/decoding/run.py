@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from dsbd_cli.decoding.chance import Chance
 from dsbd_cli.decoding.events import Iteration, Layer
@@ -14,6 +15,9 @@ from dsbd_cli.decoding.model import TreeModel
 from dsbd_cli.decoding.pace import Pace
 from dsbd_cli.decoding.tree import Node, Trie
 from dsbd_cli.decoding.width import WidthRule
+
+if TYPE_CHECKING:
+    from dsbd_cli.decoding.chain import Chain
 
 
 @dataclass
@@ -32,6 +36,7 @@ class Run:
         gamma: layers to draft per target call, at most.
         kv_one: the memory-constrained mode.
         pace: how many layers are worth drafting, or None for always gamma.
+        chain: runs `cover` iterations on the device, verification included, or None.
         keep_answer: leave the best finished sequence in the caches, for a prompt that goes on from it.
     """
 
@@ -48,6 +53,7 @@ class Run:
     kv_one: bool = False
     keep_answer: bool = False
     pace: Pace | None = None
+    chain: Chain | None = None
     _layers: list[Layer] = field(default_factory=list)
 
     def propose(self) -> Forest:
@@ -70,7 +76,9 @@ class Run:
         """
         if self.hypotheses.stopped() or (verify == "cover" and self.known()):
             return
-        if self.proposer is not None and self._depth() > 0:
+        if self.chain is not None:
+            self.chain.begin(self.hypotheses.active)
+        elif self.proposer is not None and self._depth() > 0:
             if (begin := getattr(self.proposer, "begin", None)) is not None:
                 begin(self.hypotheses.active, self._depth())
         elif (begin := getattr(self.target, "begin", None)) is not None:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from dsbd_cli.decoding import lean, tiles
 from dsbd_cli.decoding.cuda_graph import Flight, GraphForward, why_not
+from dsbd_cli.decoding.device_chain import DeviceChain
 from dsbd_cli.decoding.device_draft import DeviceProposer, device_proposer
 from dsbd_cli.decoding.device_loop import DeviceLoop
 from dsbd_cli.decoding.device_request import Side
@@ -77,6 +78,8 @@ class HfTreeModel:
         self._graphs: GraphForward | None = None
         self._loops: dict[tuple[Any, ...], DeviceLoop] = {}
         self._no_loops: str | None = None
+        self._chains: dict[tuple[Any, ...], DeviceChain] = {}
+        self._no_chains = False
         self._underway: tuple[list[Node], Flight, list[int]] | None = None
         self._flying, self._ahead_s = False, 0.0
         self._record = self.device.type == "cuda" if graphs is None else graphs
@@ -247,14 +250,14 @@ class HfTreeModel:
         """What the device takes for the work under way, by the last time that was seen; 0 if there is none."""
         return self._ahead_s if self._flying else 0.0
 
-    def set_off(self, flight: Flight | None) -> None:
-        """Work of this model is under way (None: it is not)."""
-        self._flying = flight is not None
+    def set_off(self, flying: bool) -> None:
+        """Whether work of this model is under way."""
+        self._flying = flying
 
-    def landed(self, flight: Flight) -> None:
-        """It has come back."""
+    def landed(self, seconds: float | None) -> None:
+        """It has come back, after so many seconds; None where that is not known."""
         self._flying = False
-        self._ahead_s = flight.seconds or self._ahead_s
+        self._ahead_s = seconds or self._ahead_s
 
     def knows(self, node: Node) -> bool:
         return node in self.rows
@@ -310,6 +313,35 @@ class HfTreeModel:
             self._loops[key] = DeviceLoop(ours, theirs, width, gamma, beams, warp, eos_ids, self.device)
         return self._loops[key]
 
+    def why_no_chain(self, draft: HfTreeModel | None, draft_width: int) -> str | None:
+        """What keeps iterations from following each other on the device; None where nothing does."""
+        if self._no_chains or self._graphs is None or not self.rows.size:
+            return "this model is not recorded, or whole rows are needed"
+        if draft is None:
+            return None
+        return self.why_no_loop(draft, draft_width)
+
+    def chain_with(
+        self, draft: HfTreeModel | None, width: int, warp: Warp, draft_width: int, gamma: int, eos_ids: list[int]
+    ) -> DeviceChain:
+        """The recorded iteration that verifies too; kept, for recordings are dear."""
+        ours, theirs = self._side(), None if draft is None else draft._side()
+        key = (ours, theirs, width, warp, draft_width, gamma, *eos_ids)
+        if key not in self._chains:
+            alive = {self.pool, None if draft is None else draft.pool}
+            self._chains = {
+                old: chain
+                for old, chain in self._chains.items()
+                if old[0].pool in alive and (old[1] is None or draft is None or old[1].pool in alive)
+            }
+            self._chains[key] = DeviceChain(ours, theirs, width, warp, draft_width, gamma, eos_ids, self.device)
+        return self._chains[key]
+
+    def stop_chains(self, reason: str) -> None:
+        """From now on the host verifies."""
+        self._no_chains, self._chains = True, {}
+        self.notes.append(f"{self.role}: the host verifies, iterations cannot be chained ({reason})")
+
     def stop_loops(self, reason: str) -> None:
         """From now on the host drafts step by step."""
         self._no_loops, self._loops = reason, {}
@@ -334,7 +366,7 @@ class HfTreeModel:
             if self.rows.size:
                 flight = self._graphs.launch(plan, self.rows.size)
                 self._underway = nodes, flight, keep
-                self.set_off(flight)
+                self.set_off(True)
             else:
                 self.rows.put(nodes, self._graphs.logits(plan)[keep])
         except RuntimeError as error:
@@ -349,7 +381,7 @@ class HfTreeModel:
         nodes, flight, keep = self._underway
         self._underway = None
         self.rows.put_best(nodes, self._graphs.land(flight), keep)
-        self.landed(flight)
+        self.landed(flight.seconds)
 
     def _compute(self, plan: Plan, slots: Tensor, mask: Tensor | None, head: Tensor | int) -> Tensor:
         """Logits [K, V'] of the nodes that `head` names."""

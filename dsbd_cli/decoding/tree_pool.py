@@ -41,6 +41,20 @@ class Plan:
         return len(self.ids)
 
 
+@dataclass(eq=False, slots=True)
+class Claim:
+    """Space for nodes that are only known once they are computed.
+
+    Attributes:
+        slots, mask_rows: of each place.
+        places: the computed nodes that may live on, with their places; None while the device works on it.
+    """
+
+    slots: list[int]
+    mask_rows: list[int]
+    places: dict[Node, int] | None = None
+
+
 @dataclass(slots=True)
 class _Entry:
     """A computed node: its slot, how many computed children it has, its open mask row (0: closed)."""
@@ -74,8 +88,7 @@ class TreePool:
         self._entries: dict[Node, _Entry] = {}
         self._tips: set[Node] = set()
         self._open: set[Node] = set()
-        self._reserved: list[tuple[int, int]] = []
-        self._computed: dict[Node, int] = {}
+        self._claims: list[Claim] = []
 
     def pointers(self) -> tuple[int, int]:
         """Changes whenever a buffer is replaced by a larger one: recordings hold addresses."""
@@ -104,7 +117,7 @@ class TreePool:
         Args:
             room: slots to have ready beyond the prompt.
         """
-        self.release()
+        self.release_all()
         held = set(kept)
         slots = {*self._prompt_slots, *(entry.slot for entry in self._entries.values())}
         self.masks.give(self._entries[node].mask_row for node in self._open)
@@ -137,7 +150,7 @@ class TreePool:
     # The tree.
 
     def __contains__(self, node: Node) -> bool:
-        return node in self._entries or node in self._computed
+        return node in self._entries or any(node in (claim.places or ()) for claim in self._claims)
 
     def missing(self, wanted: Iterable[Node]) -> list[Node]:
         """`wanted` nodes, and their ancestors that are not computed yet, parents first."""
@@ -189,48 +202,62 @@ class TreePool:
             self.slots.used,
         )
 
-    def reserve(self, count: int) -> tuple[list[int], list[int]]:
+    @property
+    def reserved(self) -> int:
+        """Slots (and as many mask rows) that are claimed and not entered."""
+        return sum(len(claim.slots) for claim in self._claims)
+
+    def reserve(self, count: int) -> Claim:
         """Slots and mask rows for `count` nodes that are only known once they are computed."""
-        self.release()
-        slots, mask_rows = self._take(count), self.masks.take(count)
-        self._reserved = list(zip(slots, mask_rows, strict=True))
-        return slots, mask_rows
+        claim = Claim(self._take(count), self.masks.take(count))
+        self._claims.append(claim)
+        return claim
 
-    def adopt(self, nodes: Iterable[Node], places: Iterable[int]) -> None:
-        """Nodes computed in places of the reserved space: the next `retain` enters those that live on."""
-        self._computed.update(zip(nodes, places, strict=True))
+    def adopt(self, claim: Claim, places: dict[Node, int]) -> None:
+        """Nodes computed in places of a claim: the next `retain` enters those that live on."""
+        claim.places = places
 
-    def release(self) -> None:
-        """Give back what is reserved and not entered."""
-        self.slots.give(slot for slot, _ in self._reserved)
-        self.masks.give(row for _, row in self._reserved)
-        self._reserved, self._computed = [], {}
+    def release(self, claim: Claim) -> None:
+        """Give a claim back; nothing of it is entered."""
+        self._claims.remove(claim)
+        self.slots.give(claim.slots)
+        self.masks.give(claim.mask_rows)
+
+    def release_all(self) -> None:
+        """Give back whatever is claimed."""
+        for claim in list(self._claims):
+            self.release(claim)
 
     def _settle(self, leaves: Iterable[Node]) -> None:
-        """Enter the computed nodes among and above `leaves`; the rest of the reserved space is given back.
+        """Enter the computed nodes among and above `leaves`; the rest of their claims is given back.
 
         Most of a forest dies in the iteration that made it: those nodes are never entered.
         """
-        entered = set()
+        landed = [claim for claim in self._claims if claim.places is not None]
+        entered: dict[int, set[int]] = {id(claim): set() for claim in landed}
         for leaf in leaves:
-            path: list[Node] = []
+            path: list[tuple[Node, Claim, int]] = []
             node: Node | None = leaf
             while node is not None and node not in self._entries:
-                if node in self._computed:
-                    path.append(node)
+                for claim in landed:
+                    assert claim.places is not None
+                    if (place := claim.places.get(node)) is not None:
+                        path.append((node, claim, place))
+                        break
                 node = node.parent
-            for new in reversed(path):
-                place = self._computed[new]
-                slot, mask_row = self._reserved[place]
-                entered.add(place)
+            for new, claim, place in reversed(path):
+                entered[id(claim)].add(place)
                 assert new.parent is not None
-                self._entries[new] = _Entry(slot, mask_row=mask_row)
+                self._entries[new] = _Entry(claim.slots[place], mask_row=claim.mask_rows[place])
                 self._entries[new.parent].children += 1
                 self._tips.discard(new.parent)
                 self._tips.add(new)
                 self._open.add(new)
-        self._reserved = [both for place, both in enumerate(self._reserved) if place not in entered]
-        self.release()
+        for claim in landed:
+            kept = entered[id(claim)]
+            self._claims.remove(claim)
+            self.slots.give(slot for place, slot in enumerate(claim.slots) if place not in kept)
+            self.masks.give(row for place, row in enumerate(claim.mask_rows) if place not in kept)
 
     def withdraw(self, nodes: Sequence[Node]) -> None:
         """Take planned nodes (parents first) out again, as if they had never been computed."""
@@ -253,7 +280,7 @@ class TreePool:
         Leaves need not be computed yet; the root always stays.
         """
         leaves = list(leaves)
-        if self._reserved:
+        if self._claims:
             self._settle(leaves)
         keep = {self.root}
         for leaf in leaves:

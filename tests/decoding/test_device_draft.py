@@ -34,10 +34,20 @@ WAYS = {
     "speculative": {"method": "speculative"},
     "deterministic": {"deterministic": True},
 }
+# What the device verifies too (`chain`).
+CHAINED = {
+    "cover": WAYS["cover"],
+    "greedy": WAYS["greedy"],
+    "one layer": {"threshold": None, "gamma": 1},
+    "wide": {"threshold": None, "width": 6, "draft_width": 9, "gamma": 5, "temperature": 1.5},
+    "one beam": {"threshold": None, "width": 1, "min_width": 1},
+    "beam": {"method": "beam"},
+    "multinomial": {"method": "multinomial"},
+}
 
 
 def settings_of(way: str, **more: object) -> Settings:
-    options = WAYS[way]
+    options = (WAYS | CHAINED)[way]
     base = {} if "deterministic" in options else {"temperature": 1.0, "top_k": 10, "top_p": 0.9}
     sizes = {"width": 4, "draft_width": 5, "gamma": 3}
     return Settings(**(base | sizes | options | more))
@@ -80,10 +90,11 @@ def ends(budget, stop, eos):
 
 
 def begun(models, settings, seed, budget=30, stop=(), eos=EOS):
-    target, draft = models
+    target, draft = (*models, None)[:2]
     trie = Trie(ends(budget, stop, eos), eos, budget)
     target.prefill(PROMPT, trie.root, row_size=rows_needed(settings, len(eos)))
-    draft.prefill(PROMPT, trie.root, row_size=draft_warp(settings).row_size)
+    if draft is not None:
+        draft.prefill(PROMPT, trie.root, row_size=draft_warp(settings).row_size)
     return start(settings, target, draft, trie, SeededChance(seed, 0), SeededChance(seed, 1))
 
 
@@ -99,6 +110,33 @@ def told(models, settings, seed, **more):
     return events, [node.tokens() for node in run.hypotheses.ranking()], models[0].calls, live
 
 
+@pytest.mark.parametrize("way", CHAINED)
+@pytest.mark.parametrize("stop", [(), tuple(range(20, 60))])
+@pytest.mark.parametrize("budget", [1, 2, 5, 40])
+def test_chained_iterations_decide_what_the_host_decides(pair, way, stop, budget):
+    settings = settings_of(way)
+    device, host = trees(pair, True), trees(pair, None)
+    for seed in range(6):
+        got, wanted = (told(models, settings, seed, stop=stop, budget=budget) for models in (device, host))
+        if stop and settings.method == "dsbd":
+            # A drafted stop string ends the forest that the events show.
+            assert got[1] == wanted[1]
+        else:
+            assert got[:3] == wanted[:3]
+        # The host may know the rows of some last beams, which the device would compute anew.
+        assert all(mine <= theirs for mine, theirs in zip(got[3], wanted[3], strict=True))
+    assert not device[0].notes
+    assert device[0]._chains
+    assert not device[0]._loops
+
+
+@pytest.fixture
+def _verified_by_the_host(monkeypatch):
+    """The device drafts and computes, the host verifies."""
+    monkeypatch.setattr(HfTreeModel, "why_no_chain", lambda *_: "not asked for")
+
+
+@pytest.mark.usefixtures("_verified_by_the_host")
 @pytest.mark.parametrize("stop", [(), tuple(range(20, 120))])
 @pytest.mark.parametrize("way", WAYS)
 def test_the_device_decides_what_the_host_decides(pair, way, stop):
@@ -118,24 +156,29 @@ def test_the_device_decides_what_the_host_decides(pair, way, stop):
     assert all(loop._buckets for loop in loops)
 
 
-def test_recordings_are_kept_from_prompt_to_prompt(pair):
-    models, settings = trees(pair, True), settings_of("cover")
+@pytest.mark.parametrize("way", ["cover", "paper"])
+def test_recordings_are_kept_from_prompt_to_prompt(pair, way):
+    models, settings = trees(pair, True), settings_of(way)
     for seed in range(6):
         told(models, settings, seed)
-    (loop,) = models[0]._loops.values()
-    # Sizes: 4, 8 or 16 nodes of the draft and of the target, one number of slots.
-    assert len(loop._buckets) <= 9
+    (loop,) = (*models[0]._loops.values(), *models[0]._chains.values())
+    # Sizes: 4, 8 or 16 nodes of the draft and of the target, one number of slots; chained: one size.
+    assert len(loop._buckets) <= (1 if way == "cover" else 9)
 
 
-def test_nothing_leaks_from_what_was_reserved(pair):
-    models, settings = trees(pair, True), settings_of("paper")
-    run = begun(models, settings, 3, budget=60)
+@pytest.mark.parametrize("stop", [(), tuple(range(20, 40))])
+@pytest.mark.parametrize("way", ["paper", "cover", "beam"])
+def test_nothing_leaks_from_what_was_reserved(pair, way, stop):
+    models, settings = trees(pair, True), settings_of(way)
+    if way == "beam":
+        models = models[:1]
+    run = begun(models, settings, 4 if stop else 3, budget=60, stop=stop, eos=[])
     iterations = 0
     for event in decode(run, settings):
         if hasattr(event, "slots"):
             continue
         iterations += 1
-        known = [set(), set()]
+        known = [set() for _ in models]
         for leaf in event.active:
             for model, nodes in zip(models, known, strict=True):
                 node = leaf
@@ -145,16 +188,16 @@ def test_nothing_leaks_from_what_was_reserved(pair):
                     node = node.parent
         for model, nodes in zip(models, known, strict=True):
             # The next iteration is under way: its plan is entered, its forest has reserved space.
-            reserved = len(model.pool._reserved)
+            reserved = model.pool.reserved
             assert model.pool.slots.live - reserved == len(PROMPT) + len(nodes)
             rows = model.pool.masks.table.shape[0]
             assert rows - 1 - len(model.pool.masks._free) - reserved == len(model.pool._open)
     assert iterations > 5
     for model in models:
-        assert not model.pool._reserved
+        assert not model.pool.reserved
 
 
-@pytest.mark.parametrize("way", ["cover", "paper", "beam"])
+@pytest.mark.parametrize("way", ["cover", "paper", "beam", "kv-one"])
 def test_a_run_that_is_left_leaves_nothing_behind(pair, way):
     settings = Settings(method="beam", width=3, max_new_tokens=30) if way == "beam" else settings_of(way)
     models = trees(pair, True)
@@ -167,9 +210,10 @@ def test_a_run_that_is_left_leaves_nothing_behind(pair, way):
         assert told(models, settings, 1) == wanted
 
 
+@pytest.mark.parametrize("way", ["cover", "paper"])
 @pytest.mark.parametrize("who", [0, 1])
-def test_logits_that_are_not_finite_stop_the_run(pair, who):
-    models, settings = trees([copy.deepcopy(model) for model in pair], True), settings_of("cover")
+def test_logits_that_are_not_finite_stop_the_run(pair, who, way):
+    models, settings = trees([copy.deepcopy(model) for model in pair], True), settings_of(way)
     told(models, settings, 0)
     with torch.no_grad():
         # Every token but those of the prompt breaks the model.
@@ -190,6 +234,50 @@ def test_what_cannot_be_recorded_is_drafted_step_by_step(pair, monkeypatch):
     assert told(models, settings, 1) == wanted
     assert models[0].notes == ["target: drafting step by step, an iteration cannot be recorded (no)"]
     assert not isinstance(begun(models, settings, 1).proposer, DeviceProposer)
+
+
+def test_where_iterations_cannot_be_chained_the_host_verifies(pair, monkeypatch):
+    def broken(self, request):
+        raise RuntimeError("no\nmore")
+
+    settings = settings_of("cover")
+    wanted = told(trees(pair, None), settings, 1)
+    monkeypatch.setattr("dsbd_cli.decoding.device_chain.DeviceChain._record", broken)
+    models = trees(pair, True)
+    assert told(models, settings, 1)[:3] == wanted[:3]
+    assert models[0].notes == ["target: the host verifies, iterations cannot be chained (no)"]
+    assert begun(models, settings, 1).chain is None
+
+
+def test_chained_iterations_go_on_through_growing_buffers(pair):
+    settings, said = settings_of("cover"), []
+    for graphs in (True, None):
+        models = trees(pair, graphs)
+        for model in models:
+            model.pool = type(model.pool)(16, 4, model.dtype, model.device)
+        run = begun(models, settings, 2, budget=80, eos=[])
+        for _ in decode(run, settings):
+            pass
+        said.append([node.tokens() for node in run.hypotheses.ranking()])
+    assert said[0] == said[1]
+
+
+@pytest.mark.parametrize("who", [0, 1])
+def test_chained_iterations_end_before_a_context_does(pair, who):
+    """The device may be two iterations further than what was committed; no position may leave the table."""
+    settings, said = settings_of("cover"), []
+    for graphs in (True, None):
+        models = trees(pair, graphs)
+        models[who].max_positions = len(PROMPT) + 20
+        furthest = []
+        forward = models[who]._forward
+        models[who]._forward = lambda *a, forward=forward, **k: (furthest.append(int(a[2].max())), forward(*a, **k))[1]
+        run = begun(models, settings, 0, budget=20, eos=[])
+        for _ in decode(run, settings):
+            pass
+        assert max(furthest) < len(PROMPT) + 20
+        said.append([node.tokens() for node in run.hypotheses.ranking()])
+    assert said[0] == said[1]
 
 
 def test_a_draft_at_the_end_of_its_context_is_noticed(pair):

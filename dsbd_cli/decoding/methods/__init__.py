@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 
+from dsbd_cli.decoding.chain import Chain, chain_for
 from dsbd_cli.decoding.chance import Chance
 from dsbd_cli.decoding.events import Iteration, Layer
 from dsbd_cli.decoding.forest import DraftModelProposer, Proposer
@@ -87,6 +88,16 @@ def start(
     gamma = settings.gamma
     proposer: Proposer | None = None
     pace: Pace | None = None
+    widths: WidthRule = FixedWidth(width)
+    if settings.method == "dsbd" and not settings.deterministic:
+        widths = width_rule(width, settings.min_width, settings.threshold)
+    kv_one = settings.kv == "one" and settings.method == "dsbd"
+    chain: Chain | None = None
+    plain = draft is None or settings.method not in DRAFTING
+    covers = settings.method == "dsbd" and settings.verify == "cover" and not kv_one
+    if (plain or covers) and not settings.deterministic and isinstance(widths, FixedWidth):
+        forests = (0, 0) if plain else (settings.draft_width, gamma)
+        chain = chain_for(target, None if plain else draft, trie, chance, warp_of(settings), width, *forests)
     if draft is not None and settings.method == "specinfer":
         expansion = settings.tree or DEFAULT_TREE
         gamma = len(expansion)
@@ -96,7 +107,7 @@ def start(
         draft_width = 1 if one_beam else settings.draft_width
         # On a GPU the whole iteration runs in one recording, where the pair allows it.
         recorded = getattr(target, "device_proposer", None)
-        if recorded is not None:
+        if recorded is not None and chain is None:
             proposer = recorded(draft, trie, warp, draft_width, draft_chance, distinct, gamma, width)
         if proposer is None:
             price = layer_price(target, draft)
@@ -106,11 +117,7 @@ def start(
             if price is not None and not settings.deterministic:
                 pace = Pace(price)
             proposer = DraftModelProposer(draft, trie, warp, draft_width, draft_chance, distinct, mass)
-    widths: WidthRule = FixedWidth(width)
-    if settings.method == "dsbd" and not settings.deterministic:
-        widths = width_rule(width, settings.min_width, settings.threshold)
     hypotheses = Hypotheses(trie.root, width, settings.early_stopping, settings.length_penalty)
-    kv_one = settings.kv == "one" and settings.method == "dsbd"
     return Run(
         target,
         trie,
@@ -124,6 +131,7 @@ def start(
         gamma,
         kv_one,
         pace=pace,
+        chain=chain,
     )
 
 

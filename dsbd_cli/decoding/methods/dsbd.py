@@ -15,6 +15,7 @@ import numpy as np
 from dsbd_cli.decoding.events import Iteration, Layer
 from dsbd_cli.decoding.forest import DraftLayer, Forest
 from dsbd_cli.decoding.law import Support
+from dsbd_cli.decoding.methods.chained import chained
 from dsbd_cli.decoding.run import Run
 from dsbd_cli.decoding.verify import align, verify_draws
 
@@ -22,7 +23,11 @@ from dsbd_cli.decoding.verify import align, verify_draws
 def dsbd(run: Run, verify: str) -> Iterator[Layer | Iteration]:
     """Decode until the stop rules hold; `verify` is `paper`, `continue` or `cover`."""
     rule = cover_layers if verify == "cover" else draw_layers
+    chain = run.chain
     while not run.hypotheses.stopped():
+        if chain is not None and (chain.flying or chain.begin(run.hypotheses.active)):
+            yield from chained(run, chain)
+            continue
         # Slots that come straight from p need no forest where p is known already (behind the prompt).
         forest = Forest() if verify == "cover" and run.known() else run.propose()
         run.advance(forest)

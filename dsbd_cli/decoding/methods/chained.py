@@ -1,0 +1,45 @@
+"""`cover` with a fixed width, beam sampling and multinomial sampling where the device verifies (`chain`).
+
+Draws the layers that `cover_layers` draws, from the same uniforms; the device is one iteration ahead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from dsbd_cli.decoding.chain import Chain
+from dsbd_cli.decoding.events import Iteration, Layer
+from dsbd_cli.decoding.run import Run
+
+
+def chained(run: Run, chain: Chain) -> Iterator[Layer | Iteration]:
+    """Iterations from the active set on, until the stop rules hold or the chain ends."""
+    while chain.flying:
+        active = run.hypotheses.active
+        chain.ahead(active, landed=False)
+        landed = chain.land()
+        drafted = len(landed.forest.layers)
+        whole = True
+        for depth, (slots, known) in enumerate(landed.layers):
+            verdicts: tuple[bool, ...] = ()
+            if depth < drafted:
+                # A finished sequence needs no node of the forest.
+                verdicts = tuple(
+                    node.finish is not None or inside for node, inside in zip(slots, known, strict=True)
+                )
+            yield run.commit(
+                slots,
+                examined=len(verdicts),
+                accepted=sum(verdicts),
+                verdicts=verdicts,
+                drafted=depth if verdicts else None,
+                passed=bool(verdicts) and all(verdicts),
+            )
+            # The device knows nothing of stop strings and budgets.
+            whole = not run.hypotheses.stopped() and all(node.finish in (None, "eos") for node in slots)
+            if not whole:
+                break
+        if whole and not chain.flying:
+            chain.ahead(run.hypotheses.active, landed=True)
+        chain.settle(whole)
+        yield from run.finish_iteration(landed.forest)
