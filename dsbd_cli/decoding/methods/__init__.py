@@ -114,7 +114,7 @@ def start(
             mass = 1.0 if price is None else forest_mass(settings)
             if mass < 1:
                 warp = Warp(settings.temperature, warp.top_k)  # what mass is, depends on the temperature
-            if price is not None and not settings.deterministic:
+            if price is not None and not settings.deterministic and chain is None:
                 pace = Pace(price)
             proposer = DraftModelProposer(draft, trie, warp, draft_width, draft_chance, distinct, mass)
     hypotheses = Hypotheses(trie.root, width, settings.early_stopping, settings.length_penalty)
