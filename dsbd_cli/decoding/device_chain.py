@@ -153,6 +153,7 @@ class DeviceChain:
         self.window = 2 * (gamma + 1)
         self.nodes = beams + gamma * draft_width
         self._how = Drafting(draft_width, gamma, None, torch.tensor(eos_ids, dtype=torch.long, device=device))
+        self._numbers = torch.tensor([warp.temperature, warp.top_p], dtype=torch.float64, device=device)
         self._recorder = Recorder(device)
         self._buckets: dict[tuple[int, ...], _Recorded] = {}
         self._pointers: tuple[tuple[int, int], ...] = ()
@@ -162,10 +163,18 @@ class DeviceChain:
         host = self._recorder.host
         self._fresh = host(torch.zeros(size, dtype=torch.long))
         self._landings = [
-            Landing(*(host(torch.zeros(n, dtype=torch.float64)) for n in self._sizes()), device)
+            Landing(
+                host(torch.zeros(self._sizes()[0], dtype=torch.long)),
+                host(torch.zeros(self._sizes()[1], dtype=torch.float64)),
+                device,
+            )
             for _ in range(2)
         ]  # fmt: skip
         self._turn = 0
+
+    def takes(self) -> bool:
+        """Whether these sizes can be served."""
+        return True
 
     # What the host does.
 
@@ -271,14 +280,20 @@ class DeviceChain:
         return request, self.gamma * 5 * self.width + parents + (self.gamma + 1) * 5 * self.beams + 1
 
     def _request(self, space: Space, uniforms: np.ndarray, position: int) -> np.ndarray:
-        """Everything as one float64 vector: the integers are small."""
+        """Everything as one int64 vector; float64 by its bits."""
         draft = space.draft
-        return np.concatenate([
-            space.target.slots, space.target.mask_rows,
-            *((draft.slots, draft.mask_rows) if draft is not None else ()),
-            (self.target.pool.slots.used, 0 if self.draft is None else self.draft.pool.slots.used, position),
-            uniforms.ravel(),
-        ]).astype(np.float64)  # fmt: skip
+        used = self.target.pool.slots.used, 0 if self.draft is None else self.draft.pool.slots.used
+        integers = [
+            *space.target.slots, *space.target.mask_rows,
+            *([*draft.slots, *draft.mask_rows] if draft is not None else []), *used, position,
+        ]  # fmt: skip
+        return np.concatenate([np.array(integers), np.ascontiguousarray(uniforms).view(np.int64).ravel()])
+
+    def _parts_of(self, request: Tensor) -> tuple[Tensor, ...]:
+        """Both spaces [2, nodes], slots in use, the uniforms' position, the uniforms as int64."""
+        sizes = [2 * self.nodes, 2 * self.draft_nodes, 1, 1, 1, self.window * self.beams]
+        space, draft_space, *rest = request.split(sizes)
+        return space.view(2, -1), draft_space.view(2, -1), *rest
 
     def _key(self) -> tuple[int, ...]:
         sides = [side for side in (self.target, self.draft) if side is not None]
@@ -299,10 +314,7 @@ class DeviceChain:
 
     def _steps(self, request: Tensor, sees: int, draft_sees: int = 0) -> list[Tensor]:
         beams, wide, deep = self.beams, self.width, self.gamma
-        sizes = [2 * self.nodes, 2 * self.draft_nodes, 3, self.window * beams]
-        space, draft_space, numbers, uniforms = request.split(sizes)
-        space, draft_space = space.long().view(2, -1), draft_space.long().view(2, -1)
-        used, draft_used, origin = numbers.long().split(1)
+        space, draft_space, used, draft_used, origin, uniforms = self._parts_of(request)
         now = State(*self._now.split([*[beams] * 7, 1, 1]))
         parts: list[Tensor] = []
         drafted: list[Drafted] = []
@@ -325,7 +337,7 @@ class DeviceChain:
             nodes = together(nodes, forest_nodes(self.target, self._how, drafted, rows, now.position, forest))
         best = best_of_rows(self.target, forward(self.target, nodes, used, sees))
         offset = (now.position - origin) * beams + torch.arange((deep + 1) * beams, device=request.device)
-        chosen = uniforms[offset.clamp(0, len(uniforms) - 1)].view(deep + 1, beams)
+        chosen = uniforms.view(torch.float64)[offset.clamp(0, len(uniforms) - 1)].view(deep + 1, beams)
         layers, count, after = self._verify(now, drafted, best, chosen, nodes.ids, space[1], draft_rows)
         self._next.copy_(torch.cat(after))
         return [torch.cat([part.double() for part in (*parts, *layers, count)])]

@@ -21,7 +21,7 @@ from dsbd_cli.decoding import native
 
 
 class Linear(Protocol):
-    """`x @ weight.T + bias`, plus `add` where given; x is [N, in], the result [N, out]."""
+    """`x @ weight.T + bias`, plus `add` where given, which may be overwritten; [N, in] to [N, out]."""
 
     def __call__(self, x: Tensor, add: Tensor | None = None) -> Tensor: ...
 
@@ -34,7 +34,7 @@ class DenseLinear:
 
     def __call__(self, x: Tensor, add: Tensor | None = None) -> Tensor:
         if add is not None and self._bias is None and x.device.type == "cuda":
-            return torch.addmm(add, x, self._weight.t())  # one kernel
+            return add.addmm_(x, self._weight.t())  # one kernel; into a new tensor it would copy first
         out = F.linear(x, self._weight, self._bias)
         return out if add is None else out.add_(add)
 

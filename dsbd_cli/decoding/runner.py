@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -334,7 +335,8 @@ class HfTreeModel:
                 for old, chain in self._chains.items()
                 if old[0].pool in alive and (old[1] is None or draft is None or old[1].pool in alive)
             }
-            self._chains[key] = DeviceChain(ours, theirs, width, warp, draft_width, gamma, eos_ids, self.device)
+            sizes = ours, theirs, width, warp, draft_width, gamma, eos_ids, self.device
+            self._chains[key] = next(chain for kind in _kinds_of_chain(self.device) if (chain := kind(*sizes)).takes())
         return self._chains[key]
 
     def stop_chains(self, reason: str) -> None:
@@ -392,3 +394,16 @@ class HfTreeModel:
         ids, positions = torch.tensor([plan.ids, plan.positions], device=self.device)
         seen: Any = None if mask is None else mask[:, : plan.used]
         return self._forward(cache, ids, positions, seen, head)
+
+
+def _kinds_of_chain(device: torch.device) -> Iterator[type[DeviceChain]]:
+    """The quickest first. (Triton's interpreter runs its kernels on a CPU, for tests.)"""
+    compiled = device.type == "cuda" or os.environ.get("TRITON_INTERPRET") == "1"
+    if compiled and os.environ.get("DSBD_NATIVE") != "0":
+        try:
+            from dsbd_cli.decoding.triton_chain import TritonChain
+        except ImportError:
+            pass
+        else:
+            yield TritonChain
+    yield DeviceChain

@@ -144,13 +144,16 @@ def _attend(
 
 @triton.jit
 def _gather(
-    part_ptr, peak_ptr, mass_ptr, out_ptr, rows, groups, shared, size, splits,
-    DIM: tl.constexpr, SPLITS: tl.constexpr,
+    part_ptr, peak_ptr, mass_ptr, used_ptr, out_ptr, rows, groups, shared, size, splits,
+    DIM: tl.constexpr, SPLITS: tl.constexpr, SLOTS: tl.constexpr,
 ):  # fmt: skip
     """Join the splits of one row and group; the output has the model's order of heads."""
     row, group = tl.program_id(0), tl.program_id(1)
     split = tl.arange(0, SPLITS)
-    real = split < splits
+    # Behind a short prompt most splits had no slots (`_attend` has the same span).
+    used = tl.load(used_ptr).to(tl.int32)
+    span = tl.cdiv(tl.cdiv(used, splits), SLOTS) * SLOTS
+    real = split * span < used
     at = (split * rows + row) * groups + group
     peak = tl.load(peak_ptr + at, mask=real, other=-float("inf"))
     mass = tl.load(mass_ptr + at, mask=real, other=0.0)
@@ -224,14 +227,14 @@ class Kernels:
         part = query.new_empty((splits, rows, groups, size), dtype=torch.float32)
         peak, mass = query.new_empty((2, splits, rows, groups), dtype=torch.float32)
         out = query.new_empty((mask.shape[0], groups * shared * size))
-        dim = max(16, triton.next_power_of_2(size))
+        dim, slots = max(16, triton.next_power_of_2(size)), 32 if exact else 64
         _attend[(groups * blocks, splits)](
             query, keys, values, mask, used, part, peak, mass,
             scaling, rows, groups, shared, size, keys.shape[2], mask.stride(0),
-            EXACT=exact, DIM=dim, ROWS=block, SLOTS=32 if exact else 64, num_warps=4, num_stages=2,
+            EXACT=exact, DIM=dim, ROWS=block, SLOTS=slots, num_warps=4, num_stages=2,
         )  # fmt: skip
         _gather[(rows, groups)](
-            part, peak, mass, out, rows, groups, shared, size, splits,
-            DIM=dim, SPLITS=triton.next_power_of_2(splits), num_warps=1,
+            part, peak, mass, used, out, rows, groups, shared, size, splits,
+            DIM=dim, SPLITS=triton.next_power_of_2(splits), SLOTS=slots, num_warps=2,
         )  # fmt: skip
         return out
