@@ -186,23 +186,7 @@ class NativeLayer(_KernelLayer):
 
 
 class TritonLayer(_KernelLayer):
-    """CUDA: kernels and tree attention from `triton_kernels`; prompts by torch's flash attention.
-
-    Between two products the memory has little to do, so it fetches the beginning of the next weight.
-    """
-
-    def __call__(self, x: Tensor, cache: TreeCache, cos: Tensor, sin: Tensor, mask: Tensor | None) -> Tensor:
-        kernels = self.kernels
-        linears: list[Any] = [self.qkv, self.out, self.gate_up, self.down]
-        first, out, both, down = (one.weight if mask is not None else None for one in linears)
-        qkv = self.qkv(kernels.rms(x, self.before.weight, self.before.eps, first))
-        keys, values = cache.buffers(self.index, self.groups, self.size, self.size, x)
-        query = kernels.rope(
-            qkv, cos, sin, cache.slots, self._weights, keys, values, self.heads, self._eps, out
-        )
-        x = self.out(self._attend(query, keys, values, mask, cache), x)
-        inner = self.gate_up(kernels.rms(x, self.after.weight, self.after.eps, both))
-        return self.down(kernels.silu(inner, down), x)
+    """CUDA: kernels and tree attention from `triton_kernels`; prompts by torch's flash attention."""
 
     def _attend(
         self, query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, cache: TreeCache

@@ -7,8 +7,6 @@ and splits the slots over enough programs to keep the whole device busy.
 
 from __future__ import annotations
 
-import os
-
 import torch
 import triton
 import triton.language as tl
@@ -17,28 +15,10 @@ from torch import Tensor
 # Programs to aim for: twice the multiprocessors of a large device.
 _PROGRAMS = 264
 _MOST_SPLITS = 32
-# Megabytes of the next product's weight to fetch during a norm, a gate, and rotation with attention.
-_FETCH_MB = tuple(int(n) for n in os.environ.get("DSBD_FETCH", "8,8,24").split(","))
-_WORTH_FETCHING = 16 << 20
 
 
 @triton.jit
-def _fetch(ahead_ptr, part, LANES: tl.constexpr):
-    """Part `part` of what the next product will read, on its way to the L2 cache: a hint, nothing waits for it."""
-    lane = tl.arange(0, LANES).to(tl.int64)
-    address = ahead_ptr.to(tl.int64) + (part.to(tl.int64) * LANES + lane) * 4096
-    tl.inline_asm_elementwise(
-        "cp.async.bulk.prefetch.L2.global [$1], 4096; mov.u32 $0, 0;", "=r,l", [address],
-        dtype=tl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
-
-
-@triton.jit
-def _rms(x_ptr, weight_ptr, out_ptr, ahead_ptr, width, eps, rows, LANES: tl.constexpr, BLOCK: tl.constexpr):
-    if LANES > 0:
-        if tl.program_id(0) >= rows:
-            _fetch(ahead_ptr, tl.program_id(0) - rows, LANES)
-            return
+def _rms(x_ptr, weight_ptr, out_ptr, width, eps, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64) * width
     at = tl.arange(0, BLOCK)
     inside = at < width
@@ -50,11 +30,7 @@ def _rms(x_ptr, weight_ptr, out_ptr, ahead_ptr, width, eps, rows, LANES: tl.cons
 
 
 @triton.jit
-def _silu(both_ptr, out_ptr, ahead_ptr, width, rows, LANES: tl.constexpr, BLOCK: tl.constexpr):
-    if LANES > 0:
-        if tl.program_id(0) >= rows:
-            _fetch(ahead_ptr, (tl.program_id(0) - rows) * tl.num_programs(1) + tl.program_id(1), LANES)
-            return
+def _silu(both_ptr, out_ptr, width, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = at < width
@@ -68,13 +44,9 @@ def _silu(both_ptr, out_ptr, ahead_ptr, width, rows, LANES: tl.constexpr, BLOCK:
 @triton.jit
 def _rope(
     qkv_ptr, cos_ptr, sin_ptr, slots_ptr, q_weight_ptr, k_weight_ptr, query_ptr, keys_ptr, values_ptr,
-    ahead_ptr, heads, groups, size, capacity, eps, nodes,
-    LANES: tl.constexpr, NORMED: tl.constexpr, HALF: tl.constexpr,
+    heads, groups, size, capacity, eps,
+    NORMED: tl.constexpr, HALF: tl.constexpr,
 ):  # fmt: skip
-    if LANES > 0:
-        if tl.program_id(0) >= nodes:
-            _fetch(ahead_ptr, (tl.program_id(0) - nodes) * tl.num_programs(1) + tl.program_id(1), LANES)
-            return
     node = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     slot = tl.load(slots_ptr + node)
@@ -198,69 +170,36 @@ def _gather(
     tl.store(out_ptr + head * size + dims, whole.to(out_ptr.dtype.element_ty), mask=own)
 
 
-def _fetches() -> bool:
-    """Whether the device can be told what to have in its cache (Hopper and later)."""
-    return torch.cuda.is_available() and torch.cuda.get_device_capability()[0] >= 9
-
-
 class Kernels:
-    """The kernels on contiguous CUDA tensors; same calls as `native.Kernels`, and `attend`.
+    """The kernels on contiguous CUDA tensors; same calls as `native.Kernels`, and `attend`."""
 
-    `ahead`: the weight of the product that comes next. Between two products the memory is idle; its first
-    megabytes are fetched then.
-    """
-
-    def __init__(self) -> None:
-        self._fetches = _fetches()
-
-    def _extra(self, ahead: Tensor | None, megabytes: int, warps: int, across: int = 1) -> tuple[int, int]:
-        """Programs more (rows of `across`) that fetch, and their lanes; none for what is small anyway."""
-        if ahead is None or not self._fetches or not ahead.is_contiguous():
-            return 0, 0
-        size = ahead.numel() * ahead.element_size()
-        if size < _WORTH_FETCHING:
-            return 0, 0
-        lanes = 32 * warps
-        return min(size, megabytes << 20) // (lanes * 4096 * across), lanes
-
-    def rms(self, x: Tensor, weight: Tensor, eps: float, ahead: Tensor | None = None) -> Tensor:
+    def rms(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """RMS norm over the last dimension of [N, width]."""
         out = torch.empty_like(x)
         block = triton.next_power_of_2(x.shape[1])
-        warps = 8 if block > 1024 else 4
-        more, lanes = self._extra(ahead, _FETCH_MB[0], warps)
-        _rms[(x.shape[0] + more,)](
-            x, weight, out, x if ahead is None else ahead, x.shape[1], eps, x.shape[0],
-            LANES=lanes, BLOCK=block, num_warps=warps,
-        )  # fmt: skip
+        _rms[(x.shape[0],)](x, weight, out, x.shape[1], eps, BLOCK=block, num_warps=8 if block > 1024 else 4)
         return out
 
-    def silu(self, both: Tensor, ahead: Tensor | None = None) -> Tensor:
+    def silu(self, both: Tensor) -> Tensor:
         """silu(gate) x up, from gate and up side by side: [N, 2 width] to [N, width]."""
         count, width = both.shape[0], both.shape[1] // 2
         out = both.new_empty((count, width))
-        blocks = triton.cdiv(width, 1024)
-        more, lanes = self._extra(ahead, _FETCH_MB[1], 4, blocks)
-        _silu[(count + more, blocks)](
-            both, out, both if ahead is None else ahead, width, count, LANES=lanes, BLOCK=1024
-        )
+        _silu[(count, triton.cdiv(width, 1024))](both, out, width, BLOCK=1024)
         return out
 
     def rope(
         self, qkv: Tensor, cos: Tensor, sin: Tensor, slots: Tensor, norms: tuple[Tensor, Tensor] | None,
-        keys: Tensor, values: Tensor, heads: int, eps: float, ahead: Tensor | None = None,
+        keys: Tensor, values: Tensor, heads: int, eps: float,
     ) -> Tensor:  # fmt: skip
         """Rotate, and write keys and values into the pool; see `native.Kernels.rope`."""
         count = qkv.shape[0]
         _, groups, capacity, size = keys.shape
         query = qkv.new_empty((count * heads // groups, groups, size))
         q_weight, k_weight = norms if norms is not None else (qkv, qkv)
-        across = heads + 2 * groups
-        more, lanes = self._extra(ahead, _FETCH_MB[2], 1, across)
-        _rope[(count + more, across)](
+        _rope[(count, heads + 2 * groups)](
             qkv, cos, sin, slots, q_weight, k_weight, query, keys, values,
-            qkv if ahead is None else ahead, heads, groups, size, capacity, eps, count,
-            LANES=lanes, NORMED=norms is not None, HALF=triton.next_power_of_2(size // 2), num_warps=1,
+            heads, groups, size, capacity, eps,
+            NORMED=norms is not None, HALF=triton.next_power_of_2(size // 2), num_warps=1,
         )  # fmt: skip
         return query
 
