@@ -5,8 +5,9 @@
 Checks, on random models: (1) float32: every method says the same tokens with CUDA graphs, Triton
 kernels or neither; (2) a tree forward is a forward path by path; (3) bfloat16: the rows that leave the
 device are the exact best of the rows on it, ties to the lower id, and close to those of the plain
-forward. Then times, as medians: one forward of N nodes over 300 slots in each way of running it, beside
-the time that reading the weights once takes. Exit code 1 if a check fails.
+forward; (4) a long prompt that makes buffers grow is recorded anew. Then times, as medians: one forward
+of N nodes over 300 slots in each way of running it, beside the time that reading the weights once takes.
+Exit code 1 if a check fails.
 """
 
 from __future__ import annotations
@@ -164,6 +165,25 @@ def check_paths(device: str, quick: bool) -> list[str]:
             limit = limit or 2 * worst
             if not worst < limit:
                 wrong.append(f"paths: {way} in {dtype} is off by {worst:.3g}")
+    return wrong
+
+
+def check_growth(device: str, quick: bool) -> list[str]:
+    """(4) A prompt that makes the buffers grow is recorded anew, and says what the model's own code says."""
+    models = [build("toy", device, torch.float32, 0.08, seed=seed) for seed in (0, 1)]
+    rng = random.Random(3)
+    prompts = [[rng.randrange(400) for _ in range(length)] for length in (40, 2500, 40)]
+    wrong, said = [], {}
+    for way in ("model's own code", "lean, recorded"):
+        pair = [tree_model(way, model, role) for model, role in zip(models, ("target", "draft"), strict=True)]
+        for name in ("multinomial", "beam", "cover", "paper"):
+            options = {"temperature": 1.0, "top_k": 10, "top_p": 0.9, "width": 4, "draft_width": 4, "gamma": 3}
+            settings = Settings(**(options | METHODS[name]))
+            for i, prompt in enumerate(prompts):
+                got = decoded(*pair, settings, prompt, seed=i)
+                if said.setdefault((name, i), got) != got:
+                    wrong.append(f"growth: {name}, {len(prompt)} tokens: {way!r} differs")
+        wrong += [f"growth: {way}: {note}" for model in pair for note in model.notes]
     return wrong
 
 
@@ -346,7 +366,7 @@ def main() -> int:
     report: dict[str, Any] = {"torch": torch.__version__, "wrong": []}
     if device != "cpu":
         report["device"] = torch.cuda.get_device_name(device)
-    for title, check in (("tokens", check_tokens), ("paths", check_paths), ("rows", check_rows)):
+    for title, check in (("growth", check_growth), ("tokens", check_tokens), ("paths", check_paths), ("rows", check_rows)):
         print(f"check {title}", flush=True)
         begin = time.perf_counter()
         report["wrong"] += check(device, options.quick)

@@ -122,6 +122,7 @@ class GraphForward:
         pointers = self.pool.pointers()
         if pointers != self._pointers:
             self._buckets.clear()
+            self._recorder.forget()
             self._pointers = pointers
         nodes = node_bucket(len(plan))
         assert nodes is not None
@@ -239,6 +240,13 @@ class Recorder:
 
         replay()
         return outputs, replay
+
+    def forget(self) -> None:
+        """Every recording made so far has been let go: their memory goes with them, the next ones get their own.
+
+        (A memory that no graph uses any more cannot be recorded into again.)
+        """
+        self._memory = None
 
     def cut(self) -> None:
         """End a graph here and begin the next one.

@@ -300,6 +300,7 @@ class DeviceChain:
         pointers = tuple(side.pool.pointers() for side in sides)
         if pointers != self._pointers:
             self._buckets.clear()
+            self._recorder.forget()
             self._pointers = pointers
         return tuple(slots_to_see(side.forward, side.pool.slots.used, side.pool) for side in sides)
 

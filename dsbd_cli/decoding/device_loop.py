@@ -94,6 +94,7 @@ class DeviceLoop:
         pointers = self.target.pool.pointers(), self.draft.pool.pointers()
         if pointers != self._pointers:
             self._buckets.clear()
+            self._recorder.forget()
             self._pointers = pointers
         return (
             draft_size,

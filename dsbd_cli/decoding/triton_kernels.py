@@ -88,22 +88,28 @@ def _rope(
 
 @triton.jit
 def _attend(
-    query_ptr, keys_ptr, values_ptr, mask_ptr, used_ptr, part_ptr, peak_ptr, mass_ptr,
+    query_ptr, keys_ptr, values_ptr, mask_ptr, used_ptr, part_ptr, peak_ptr, mass_ptr, turn_ptr, out_ptr,
     scaling, rows, groups, shared, size, capacity, mask_width,
     EXACT: tl.constexpr, DIM: tl.constexpr, ROWS: tl.constexpr, SLOTS: tl.constexpr,
 ):  # fmt: skip
-    """One split of the slots for one block of rows of one group: unnormalised output, maximum, mass."""
+    """One split of the slots for one block of rows of one group; the last one to end joins all of them.
+
+    Args:
+        part_ptr, peak_ptr, mass_ptr: of each split: unnormalised output, maximum, mass.
+        turn_ptr: zeros, one for each group and block; they are zeros again afterwards.
+    """
     group = tl.program_id(0) % groups
     block = tl.program_id(0) // groups
-    split = tl.program_id(1)
+    split, splits = tl.program_id(1), tl.num_programs(1)
     used = tl.load(used_ptr).to(tl.int32)
-    span = tl.cdiv(tl.cdiv(used, tl.num_programs(1)), SLOTS) * SLOTS
+    span = tl.cdiv(tl.cdiv(used, splits), SLOTS) * SLOTS
     row = block * ROWS + tl.arange(0, ROWS)
     real = row < rows
     dims = tl.arange(0, DIM)
     own = dims < size
+    whole = real[:, None] & own[None, :]
     at = (row[:, None] * groups + group) * size + dims[None, :]
-    query = tl.load(query_ptr + at, mask=real[:, None] & own[None, :], other=0.0)
+    query = tl.load(query_ptr + at, mask=whole, other=0.0)
     node = row // shared
     base = group.to(tl.int64) * capacity * size
     peak = tl.full([ROWS], -float("inf"), tl.float32)
@@ -136,42 +142,46 @@ def _attend(
             part = part * shrink[:, None] + tl.dot(weight.to(values.dtype), values)
         mass = mass * shrink + tl.sum(weight, 1)
         peak = top
-    out = (split * rows + row) * groups + group
-    tl.store(part_ptr + out[:, None] * size + dims[None, :], part, mask=real[:, None] & own[None, :])
-    tl.store(peak_ptr + out, peak, mask=real)
-    tl.store(mass_ptr + out, mass, mask=real)
-
-
-@triton.jit
-def _gather(
-    part_ptr, peak_ptr, mass_ptr, used_ptr, out_ptr, rows, groups, shared, size, splits,
-    DIM: tl.constexpr, SPLITS: tl.constexpr, SLOTS: tl.constexpr,
-):  # fmt: skip
-    """Join the splits of one row and group; the output has the model's order of heads."""
-    row, group = tl.program_id(0), tl.program_id(1)
-    split = tl.arange(0, SPLITS)
-    # Behind a short prompt most splits had no slots (`_attend` has the same span).
-    used = tl.load(used_ptr).to(tl.int32)
-    span = tl.cdiv(tl.cdiv(used, splits), SLOTS) * SLOTS
-    real = split * span < used
-    at = (split * rows + row) * groups + group
-    peak = tl.load(peak_ptr + at, mask=real, other=-float("inf"))
-    mass = tl.load(mass_ptr + at, mask=real, other=0.0)
-    top = tl.max(peak, 0)
-    weight = tl.exp(peak - top)
-    dims = tl.arange(0, DIM)
-    own = dims < size
-    part = tl.load(
-        part_ptr + at[:, None] * size + dims[None, :], mask=real[:, None] & own[None, :], other=0.0
-    )
-    whole = tl.sum(part * weight[:, None], 0) / tl.sum(mass * weight, 0)
-    node, member = row // shared, row % shared
-    head = node * groups * shared + group * shared + member
-    tl.store(out_ptr + head * size + dims, whole.to(out_ptr.dtype.element_ty), mask=own)
+    live_splits = tl.cdiv(used, span)  # behind a short prompt most splits have no slots
+    if split >= live_splits:
+        return
+    if live_splits > 1:
+        place = (split * rows + row) * groups + group
+        tl.store(part_ptr + place[:, None] * size + dims[None, :], part, mask=whole)
+        tl.store(peak_ptr + place, peak, mask=real)
+        tl.store(mass_ptr + place, mass, mask=real)
+        tl.debug_barrier()  # all of it is written before this split counts as done
+        if tl.atomic_add(turn_ptr + tl.program_id(0), 1, sem="acq_rel") != live_splits - 1:
+            return
+        tl.store(turn_ptr + tl.program_id(0), 0)
+        peak = tl.full([ROWS], -float("inf"), tl.float32)
+        mass = tl.zeros([ROWS], tl.float32)
+        part = tl.zeros([ROWS, DIM], tl.float32)
+        for other in range(live_splits):
+            place = (other * rows + row) * groups + group
+            # .cg: what other programs wrote lies in the L2 cache.
+            its_peak = tl.load(peak_ptr + place, mask=real, other=0.0, cache_modifier=".cg")
+            its_mass = tl.load(mass_ptr + place, mask=real, other=1.0, cache_modifier=".cg")
+            its_part = tl.load(
+                part_ptr + place[:, None] * size + dims[None, :], mask=whole, other=0.0, cache_modifier=".cg"
+            )
+            top = tl.maximum(peak, its_peak)
+            shrink, weight = tl.exp(peak - top), tl.exp(its_peak - top)
+            part = part * shrink[:, None] + its_part * weight[:, None]
+            mass = mass * shrink + its_mass * weight
+            peak = top
+    # The model's order of heads.
+    head = node * groups * shared + group * shared + row % shared
+    answer = (part / mass[:, None]).to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + head[:, None] * size + dims[None, :], answer, mask=whole)
 
 
 class Kernels:
     """The kernels on contiguous CUDA tensors; same calls as `native.Kernels`, and `attend`."""
+
+    def __init__(self) -> None:
+        self._turns: dict[torch.device, Tensor] = {}
+        self._kept: list[Tensor] = []  # older recordings may still use them
 
     def rms(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """RMS norm over the last dimension of [N, width]."""
@@ -227,14 +237,19 @@ class Kernels:
         part = query.new_empty((splits, rows, groups, size), dtype=torch.float32)
         peak, mass = query.new_empty((2, splits, rows, groups), dtype=torch.float32)
         out = query.new_empty((mask.shape[0], groups * shared * size))
-        dim, slots = max(16, triton.next_power_of_2(size)), 32 if exact else 64
+        dim = max(16, triton.next_power_of_2(size))
         _attend[(groups * blocks, splits)](
-            query, keys, values, mask, used, part, peak, mass,
+            query, keys, values, mask, used, part, peak, mass, self._turns_for(groups * blocks, query), out,
             scaling, rows, groups, shared, size, keys.shape[2], mask.stride(0),
-            EXACT=exact, DIM=dim, ROWS=block, SLOTS=slots, num_warps=4, num_stages=2,
-        )  # fmt: skip
-        _gather[(rows, groups)](
-            part, peak, mass, used, out, rows, groups, shared, size, splits,
-            DIM=dim, SPLITS=triton.next_power_of_2(splits), SLOTS=slots, num_warps=2,
+            EXACT=exact, DIM=dim, ROWS=block, SLOTS=32 if exact else 64, num_warps=4, num_stages=2,
         )  # fmt: skip
         return out
+
+    def _turns_for(self, count: int, like: Tensor) -> Tensor:
+        """Zeros that outlive the call: a recording keeps their address, and every use leaves zeros."""
+        turns = self._turns.get(like.device)
+        if turns is None or len(turns) < count:
+            turns = torch.zeros(max(4096, count), dtype=torch.int32, device=like.device)
+            self._turns[like.device] = turns
+            self._kept.append(turns)
+        return turns

@@ -249,8 +249,10 @@ def test_where_iterations_cannot_be_chained_the_host_verifies(pair, monkeypatch)
     assert begun(models, settings, 1).chain is None
 
 
-def test_chained_iterations_go_on_through_growing_buffers(pair):
+def test_chained_iterations_go_on_through_growing_buffers(pair, monkeypatch):
     settings, said = settings_of("cover"), []
+    let_go = []
+    monkeypatch.setattr("dsbd_cli.decoding.cuda_graph.Recorder.forget", lambda self: let_go.append(self))
     for graphs in (True, None):
         models = trees(pair, graphs)
         for model in models:
@@ -260,6 +262,8 @@ def test_chained_iterations_go_on_through_growing_buffers(pair):
             pass
         said.append([node.tokens() for node in run.hypotheses.ranking()])
     assert said[0] == said[1]
+    # A memory whose recordings are all gone cannot be recorded into again.
+    assert len(let_go) > 2
 
 
 @pytest.mark.parametrize("who", [0, 1])
