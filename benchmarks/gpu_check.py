@@ -177,7 +177,14 @@ def check_growth(device: str, quick: bool) -> list[str]:
     for way in ("model's own code", "lean, recorded"):
         pair = [tree_model(way, model, role) for model, role in zip(models, ("target", "draft"), strict=True)]
         for name in ("multinomial", "beam", "cover", "paper"):
-            options = {"temperature": 1.0, "top_k": 10, "top_p": 0.9, "width": 4, "draft_width": 4, "gamma": 3}
+            options = {
+                "temperature": 1.0,
+                "top_k": 10,
+                "top_p": 0.9,
+                "width": 4,
+                "draft_width": 4,
+                "gamma": 3,
+            }
             settings = Settings(**(options | METHODS[name]))
             for i, prompt in enumerate(prompts):
                 got = decoded(*pair, settings, prompt, seed=i)
@@ -366,7 +373,12 @@ def main() -> int:
     report: dict[str, Any] = {"torch": torch.__version__, "wrong": []}
     if device != "cpu":
         report["device"] = torch.cuda.get_device_name(device)
-    for title, check in (("growth", check_growth), ("tokens", check_tokens), ("paths", check_paths), ("rows", check_rows)):
+    for title, check in (
+        ("growth", check_growth),
+        ("tokens", check_tokens),
+        ("paths", check_paths),
+        ("rows", check_rows),
+    ):
         print(f"check {title}", flush=True)
         begin = time.perf_counter()
         report["wrong"] += check(device, options.quick)

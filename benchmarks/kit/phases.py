@@ -15,6 +15,7 @@ import torch
 from dsbd_cli.bench.arms import Arm
 from dsbd_cli.bench.hf import synchronize
 from dsbd_cli.decoder import Decoder
+from dsbd_cli.decoding.chain import Chain
 from dsbd_cli.decoding.events import Iteration
 from dsbd_cli.decoding.run import Run
 
@@ -26,6 +27,9 @@ class Phases:
 
     `draft` is making the forest, `target` the one target call (both with their host side), `verify` the
     law and the draws, `rest` freeing what is dead, text, events, and whatever consumes them.
+
+    Where the device verifies too (`decoding.chain`) nothing is waited for at the borders, for it is an
+    iteration ahead: `target` is then how long the host waits for it, `verify` and `rest` pass meanwhile.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -45,18 +49,22 @@ class Phases:
         for name, wrap in steps.items():
             self._kept[name] = getattr(Run, name)
             setattr(Run, name, wrap(self._kept[name]))
+        self._land = Chain.land
+        Chain.land = self._landing(Chain.land)  # type: ignore[method-assign]
         return self
 
     def __exit__(self, *_: object) -> None:
         for name, step in self._kept.items():
             setattr(Run, name, step)
+        Chain.land = self._land  # type: ignore[method-assign]
 
     def begin(self) -> None:
         """A prompt begins: nothing before its first iteration counts."""
         self._last = None
 
-    def _lap(self, part: str) -> None:
-        synchronize(self._device)
+    def _lap(self, part: str, wait: bool = True) -> None:
+        if wait:
+            synchronize(self._device)
         now = time.perf_counter()
         if self._last is not None:
             self.seconds[part] += now - self._last
@@ -83,15 +91,25 @@ class Phases:
 
     def _ahead(self, step: Callable[..., Any]) -> Callable[..., Any]:
         def timed(run: Run, *arguments: Any) -> None:
-            self._lap("rest")
+            self._lap("rest", wait=run.chain is None)
             step(run, *arguments)
-            self._lap("target" if run.proposer is None else "draft")
+            self._lap("target" if run.proposer is None else "draft", wait=run.chain is None)
+
+        return timed
+
+    def _landing(self, step: Callable[..., Any]) -> Callable[..., Any]:
+        def timed(chain: Chain) -> Any:
+            self._lap("rest", wait=False)
+            landed = step(chain)
+            self._lap("target", wait=False)
+            self.iterations += 1
+            return landed
 
         return timed
 
     def _finish(self, step: Callable[..., Any]) -> Callable[..., Any]:
         def timed(run: Run, *arguments: Any) -> Iterator[Iteration]:
-            self._lap("verify")
+            self._lap("verify", wait=run.chain is None)
             yield from step(run, *arguments)
 
         return timed

@@ -205,7 +205,9 @@ class Chain:
                 raise self._draft.rows.fail(next(node for node in parents if node is not None))
             if stopped:
                 # Below a stop string the device went on: what it found elsewhere still counts.
-                tokens = zip(drafted.parent[drafted.draws].tolist(), drafted.token[drafted.draws].tolist(), strict=True)
+                tokens = zip(
+                    drafted.parent[drafted.draws].tolist(), drafted.token[drafted.draws].tolist(), strict=True
+                )
                 nodes = [
                     None if (parent := parents[p]) is None else self._trie.child(parent, t) for p, t in tokens
                 ]

@@ -322,7 +322,9 @@ class DeviceChain:
         draft_rows = draft_space[1, beams:]  # of the beams, then of the forest without its last layer
         if self.draft is not None:
             below = draft_space[:, 2 * beams :].reshape(2, deep - 1, wide)
-            logits = forward(self.draft, self._caught_up(now, draft_space[:, : 2 * beams]), draft_used, draft_sees)
+            logits = forward(
+                self.draft, self._caught_up(now, draft_space[:, : 2 * beams]), draft_used, draft_sees
+            )
             drafted, finite = draft_forest(
                 self.draft, self._how, logits[beams:], now.score.view(torch.float64), draft_rows[:beams],
                 now.position, below, draft_used, draft_sees, None, lambda: None,

@@ -138,7 +138,10 @@ class DeviceLoop:
             np.array([*request.beam_rows, *[0] * spare]),
             scores.view(np.int64),
             np.array([request.position]),
-            *(np.array([claim.slots, claim.mask_rows]).ravel() for claim in (request.draft_space, request.target_space)),
+            *(
+                np.array([claim.slots, claim.mask_rows]).ravel()
+                for claim in (request.draft_space, request.target_space)
+            ),
             np.ascontiguousarray(request.uniforms, dtype=np.float64).view(np.int64).ravel(),
         ]
         return torch.from_numpy(np.concatenate([part.astype(np.int64, copy=False) for part in parts]))
@@ -212,7 +215,13 @@ class DeviceLoop:
         )  # fmt: skip
         parts: list[Tensor] = []
         for layer, known in zip(drafted, finite, strict=True):
-            whole = [layer.parent.double(), layer.token.double(), layer.logp, layer.prob, layer.draws.double()]
+            whole = [
+                layer.parent.double(),
+                layer.token.double(),
+                layer.logp,
+                layer.prob,
+                layer.draws.double(),
+            ]
             parts += [torch.cat(whole).view(torch.float32), known]
         own = self._planned(self.target, target_in)  # first: it writes the rows that the forest's start from
         forest = forest_nodes(self.target, self._how, drafted, beam_rows, position, target_space)

@@ -323,7 +323,13 @@ class HfTreeModel:
         return self.why_no_loop(draft, draft_width)
 
     def chain_with(
-        self, draft: HfTreeModel | None, width: int, warp: Warp, draft_width: int, gamma: int, eos_ids: list[int]
+        self,
+        draft: HfTreeModel | None,
+        width: int,
+        warp: Warp,
+        draft_width: int,
+        gamma: int,
+        eos_ids: list[int],
     ) -> DeviceChain:
         """The recorded iteration that verifies too; kept, for recordings are dear."""
         ours, theirs = self._side(), None if draft is None else draft._side()
@@ -336,7 +342,9 @@ class HfTreeModel:
                 if old[0].pool in alive and (old[1] is None or draft is None or old[1].pool in alive)
             }
             sizes = ours, theirs, width, warp, draft_width, gamma, eos_ids, self.device
-            self._chains[key] = next(chain for kind in _kinds_of_chain(self.device) if (chain := kind(*sizes)).takes())
+            self._chains[key] = next(
+                chain for kind in _kinds_of_chain(self.device) if (chain := kind(*sizes)).takes()
+            )
         return self._chains[key]
 
     def stop_chains(self, reason: str) -> None:

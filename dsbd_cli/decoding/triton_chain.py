@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -11,6 +12,7 @@ from dsbd_cli.decoding import triton_law as law
 from dsbd_cli.decoding.device_chain import DeviceChain, State
 from dsbd_cli.decoding.device_request import Side
 from dsbd_cli.decoding.device_steps import Nodes, forward
+from dsbd_cli.errors import first_line
 
 
 class _Forest(NamedTuple):
@@ -33,9 +35,19 @@ class TritonChain(DeviceChain):
 
     def takes(self) -> bool:
         """Whether the kernels have room for these sizes."""
-        sides = [side for side in (self.target, self.draft) if side is not None]
-        entries = [min(side.row_size, side.vocab) for side in sides]
-        return max(*entries, self.warp.row_size, self.width, self.beams) <= law.MOST_ENTRIES
+        target, draft = self._entries(self.target), 0 if self.draft is None else self._entries(self.draft)
+        joint = max(self.beams * target, max(self.beams, self.width) * draft)
+        return (
+            max(target, draft, self.warp.row_size, self.width) <= law.MOST_ENTRIES and joint <= law.MOST_JOINT
+        )
+
+    def _record(self, request: np.ndarray) -> None:
+        try:
+            super()._record(request)
+        except RuntimeError:
+            raise
+        except Exception as error:  # whatever the compiler makes of this machine
+            raise RuntimeError(first_line(error)) from error
 
     def _steps(self, request: Tensor, sees: int, draft_sees: int = 0) -> list[Tensor]:
         beams, wide, deep = self.beams, self.width, self.gamma
@@ -45,8 +57,8 @@ class TritonChain(DeviceChain):
         now = State(*state.split([*[beams] * 7, 1, 1]))
         _, outcome_size = self._sizes()
         outcome = torch.zeros(outcome_size, dtype=torch.float64, device=device)
-        whole = torch.zeros((3, deep, wide), dtype=torch.long, device=device)
-        forest = _Forest(*whole, torch.zeros((deep, wide), dtype=torch.float64, device=device))
+        parent, node, token = torch.zeros((3, deep, wide), dtype=torch.long, device=device)
+        forest = _Forest(parent, node, token, torch.zeros((deep, wide), dtype=torch.float64, device=device))
         later = torch.arange(deep * wide, device=device) // max(1, wide) + 1
         at = 0
         if self.draft is not None:
@@ -69,7 +81,9 @@ class TritonChain(DeviceChain):
                     slots, rows = draft_space[:, begin : begin + wide]
                     mask = law.forest_masks(table, base, forest.parent[depth], slots, rows, wide)
                     where = now.position + later[depth * wide : (depth + 1) * wide]
-                    logits = forward(self.draft, Nodes(forest.token[depth], where, slots, mask), draft_used, draft_sees)
+                    logits = forward(
+                        self.draft, Nodes(forest.token[depth], where, slots, mask), draft_used, draft_sees
+                    )
                     base = rows
         table = self.target.pool.masks.table
         slots, rows = space

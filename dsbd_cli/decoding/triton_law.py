@@ -14,9 +14,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-# Logits a program looks at, and the most entries of a row that it looks for.
+# Logits a program looks at, the most entries of a row that it looks for, and the most of all parents.
 _PART = 1024
-MOST_ENTRIES = 64
+MOST_ENTRIES, MOST_JOINT = 64, 1024
 
 
 @triton.jit
@@ -28,7 +28,9 @@ def _ordered(values, ids):
 
 
 @triton.jit(do_not_specialize=["parts"])
-def _parts_of_rows(logits_ptr, keys_ptr, peaks_ptr, masses_ptr, stride, vocab, parts, COUNT: tl.constexpr, PART: tl.constexpr):
+def _parts_of_rows(
+    logits_ptr, keys_ptr, peaks_ptr, masses_ptr, stride, vocab, parts, COUNT: tl.constexpr, PART: tl.constexpr
+):
     """Of one part of one row: its best entries, its maximum, its mass; a mass of NaN where it is not finite."""
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     ids = part * PART + tl.arange(0, PART)
@@ -280,14 +282,14 @@ def _verify(
         tl.store(out + 2 * beams, lp, mask=real)
         tl.store(out + 3 * beams, known.to(tl.float64), mask=real)
         tl.store(out + 4 * beams, finite.to(tl.float64), mask=real)
-        count += going.to(tl.int32)
+        count += going.to(tl.int32)  # type: ignore[attr-defined]
         out_token = tl.where(going, new, out_token)
         out_node = tl.where(going, from_node, out_node)
         out_score = tl.where(going, after, out_score)
         unknown = tl.sum((live & ~known).to(tl.int32), 0)
         going = going & (unknown == 0) & (tl.sum(live.to(tl.int32), 0) > 0)
         at, score = place, after
-    tl.store(outcome_ptr + (deep + 1) * 5 * beams, count.to(tl.float64))
+    tl.store(outcome_ptr + (deep + 1) * 5 * beams, count.to(tl.float64))  # type: ignore[attr-defined]
     first = tl.min(
         tl.where((out_node[:, None] == out_node[None, :]) & real[None, :], d[None, :], BEAMS), 1
     ).to(tl.int64)
@@ -325,7 +327,14 @@ def pack_rows(logits: Tensor, vocab: int, count: int) -> Tensor:
 
 
 def draft_layer(
-    packed: Tensor, count: int, scores: Tensor, eos: Tensor, forest: Any, depth: int, beams: int, outcome: Tensor
+    packed: Tensor,
+    count: int,
+    scores: Tensor,
+    eos: Tensor,
+    forest: Any,
+    depth: int,
+    beams: int,
+    outcome: Tensor,
 ) -> None:
     """One drafted layer, into row `depth` of the forest's tensors and to `outcome`."""
     width = forest.token.shape[1]
@@ -338,7 +347,9 @@ def draft_layer(
     )  # fmt: skip
 
 
-def forest_masks(table: Tensor, base: Tensor, parent: Tensor | None, slots: Tensor, rows: Tensor, wide: int) -> Tensor:
+def forest_masks(
+    table: Tensor, base: Tensor, parent: Tensor | None, slots: Tensor, rows: Tensor, wide: int
+) -> Tensor:
     """Rows of the mask for a forest of layers of `wide` nodes; None as `parent`: one layer, each below its own base."""
     out = table.new_empty((len(slots), table.shape[1]))
     _forest_masks[(len(slots), triton.cdiv(table.shape[1], _PART))](
@@ -372,6 +383,7 @@ def verify(
     _verify[(1,)](
         best, now, after, ids, rows, draft_rows, forest.node, forest.token, forest.weight,
         eos, len(eos), uniforms, origin, outcome, beams, wide, deep, len(draft_rows), size, window,
-        numbers, GREEDY=warp.greedy, COUNT=count, WIDE=triton.next_power_of_2(count), BEAMS=triton.next_power_of_2(beams),
+        numbers, GREEDY=warp.greedy, COUNT=count,
+        WIDE=triton.next_power_of_2(count), BEAMS=triton.next_power_of_2(beams),
         SIZE=max(2, triton.next_power_of_2(size)), FOREST=max(2, triton.next_power_of_2(wide)), num_warps=1,
     )  # fmt: skip

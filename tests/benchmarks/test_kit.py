@@ -20,6 +20,7 @@ from benchmarks.kit.summary import median, summarise
 from dsbd_cli.bench.arms import METHODS
 from dsbd_cli.decoder import Decoder
 from dsbd_cli.decoding.run import Run
+from dsbd_cli.decoding.runner import HfTreeModel
 from dsbd_cli.errors import UserError
 from dsbd_cli.settings import Settings
 from tests import builders
@@ -247,6 +248,29 @@ def test_phases_sort_time_into_parts(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert found.seconds["verify"] >= 10_000 * count
     assert found.seconds["verify"] % 10_000 == 0
     assert found.seconds["rest"] == 1_000_000 * count
+
+
+def test_phases_where_the_device_verifies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One wait an iteration is the target's; nothing else is waited for, and what is decoded stays the same."""
+    builders.rand(tmp_path / "t")
+    decoder = Decoder.from_pair(tmp_path / "t", tmp_path / "t", device="cpu")
+    chained = [HfTreeModel(model.model, vocab_size=decoder.pair.vocab_size, role=role, graphs=True)
+               for role, model in (("target", decoder.target), ("draft", decoder.draft))]  # fmt: skip
+    (arm,) = parse_arms("dsbd:cover threshold=none", Settings(max_new_tokens=12))
+    settings = arm.settings.merged({"seed": 3})
+    monkeypatch.setenv("DSBD_FIXED_FOREST", "1")
+    plain = decoder.generate([5, 6, 7], settings)
+    decoder.target, decoder.draft = chained
+    waits: list[int] = []
+    monkeypatch.setattr(phases, "synchronize", lambda device: waits.append(1))
+    with phases.Phases(torch.device("cpu")) as found:
+        found.begin()
+        timed = decoder.generate([5, 6, 7], settings)
+    assert timed.token_ids == plain.token_ids
+    assert chained[0]._chains
+    assert found.iterations == timed.stats.target_calls
+    assert found.seconds["target"] > 0
+    assert len(waits) <= 2  # around the layer that the prompt's own row gives
 
 
 # The profiler's events.

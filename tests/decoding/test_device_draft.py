@@ -61,8 +61,12 @@ def _whole_forests(monkeypatch):
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory):
+    return related(tmp_path_factory.mktemp("target"))
+
+
+def related(folder):
     """A target, and a draft that mostly agrees with it."""
-    target = rand(tmp_path_factory.mktemp("target"), initializer_range=0.3, num_key_value_heads=2)
+    target = rand(folder, initializer_range=0.3, num_key_value_heads=2)
     draft = copy.deepcopy(target)
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
@@ -266,6 +270,16 @@ def test_chained_iterations_go_on_through_growing_buffers(pair, monkeypatch):
     assert len(let_go) > 2
 
 
+def _noting(forward, furthest):
+    """`forward`, which notes the furthest position of each call."""
+
+    def noted(cache, ids, positions, *rest):
+        furthest.append(int(positions.max()))
+        return forward(cache, ids, positions, *rest)
+
+    return noted
+
+
 @pytest.mark.parametrize("who", [0, 1])
 def test_chained_iterations_end_before_a_context_does(pair, who):
     """The device may be two iterations further than what was committed; no position may leave the table."""
@@ -273,9 +287,8 @@ def test_chained_iterations_end_before_a_context_does(pair, who):
     for graphs in (True, None):
         models = trees(pair, graphs)
         models[who].max_positions = len(PROMPT) + 20
-        furthest = []
-        forward = models[who]._forward
-        models[who]._forward = lambda *a, forward=forward, **k: (furthest.append(int(a[2].max())), forward(*a, **k))[1]
+        furthest: list[int] = []
+        models[who]._forward = _noting(models[who]._forward, furthest)
         run = begun(models, settings, 0, budget=20, eos=[])
         for _ in decode(run, settings):
             pass
