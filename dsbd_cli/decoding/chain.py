@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from dsbd_cli.decoding.chance import Chance, SeededChance
-from dsbd_cli.decoding.device_chain import DeviceChain, Landing, Outcome, Space
+from dsbd_cli.decoding.device_chain import Landing, Outcome, Space
 from dsbd_cli.decoding.device_draft import layer_of, living
 from dsbd_cli.decoding.device_request import Layer as DraftedLayer
 from dsbd_cli.decoding.forest import DraftLayer, Forest
@@ -72,9 +72,8 @@ class Chain:
         self._width, self._draft_width, self._gamma = width, draft_width, gamma
         self._flights: deque[_Flight] = deque()
         self._since = 0.0
-        self._loop: DeviceChain | None = target.chain_with(
-            draft, width, warp, draft_width, gamma, sorted(trie.eos_ids)
-        )
+        self._loop = target.chain_with(draft, width, warp, draft_width, gamma, sorted(trie.eos_ids))
+        self._usable = True  # else what is under way still lands, and the host goes on
         try:
             self._loop.prepare()
         except RuntimeError as error:
@@ -85,7 +84,7 @@ class Chain:
     def begin(self, beams: list[Node]) -> bool:
         """Set off the first iteration from `beams`, which no model has computed; whether that was possible."""
         loop, models = self._loop, self._models()
-        if loop is None or not self._fits(beams[0].depth):
+        if not self._usable or not self._fits(beams[0].depth):
             return False
         parents = [node.parent for node in beams]
         if any(node in model.pool for model in models for node in beams):
@@ -119,14 +118,13 @@ class Chain:
             landed: whether nothing is under way; else the beams grow by one to gamma + 1 tokens first.
         """
         depth = beams[0].depth
-        if self._loop is None or (not landed and depth + 1 >= self._trie.budget):
+        if not self._usable or (not landed and depth + 1 >= self._trie.budget):
             return
         if self._fits(depth if landed else depth + self._gamma + 1):
             self._launch(beams[0], None)
 
     def _launch(self, committed: Node, fresh: np.ndarray | None) -> bool:
         loop = self._loop
-        assert loop is not None
         uniforms = self._chance.peek(loop.window * self._width).reshape(-1, self._width)
         position = self._target.pool.position(committed)
         space = loop.space()
@@ -151,15 +149,13 @@ class Chain:
         return [self._target] if self._draft is None else [self._target, self._draft]
 
     def _stop(self, error: RuntimeError) -> None:
-        self._loop = None
+        self._usable = False
         self._target.stop_chains(first_line(error))
 
     def drop(self) -> None:
         """Give up what is under way: nobody will ask for it."""
         while self._flights:
-            flight = self._flights.popleft()
-            assert self._loop is not None
-            self._loop.release(flight.space)
+            self._loop.release(self._flights.popleft().space)
         self._target.set_off(False)
 
     @property
@@ -176,7 +172,6 @@ class Chain:
         The layers are for the caller to commit, one by one; then `settle`.
         """
         flight = self._flights.popleft()
-        assert self._loop is not None
         outcome = self._loop.land(flight.landing, self._since)
         self._since = time.perf_counter()
         self._target.landed(flight.landing.seconds)

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from dsbd_cli.decoding.chance import SeededChance
+from dsbd_cli.decoding.device_chain import DeviceChain
 from dsbd_cli.decoding.device_draft import DeviceProposer
 from dsbd_cli.decoding.device_law import best_layer, draft_layer
 from dsbd_cli.decoding.law import Row, Warp, joint, most_probable
@@ -251,6 +252,49 @@ def test_where_iterations_cannot_be_chained_the_host_verifies(pair, monkeypatch)
     assert told(models, settings, 1)[:3] == wanted[:3]
     assert models[0].notes == ["target: the host verifies, iterations cannot be chained (no)"]
     assert begun(models, settings, 1).chain is None
+
+
+@pytest.mark.parametrize("good", range(1, 6))
+def test_a_launch_that_fails_leaves_what_is_under_way(pair, monkeypatch, good):
+    """Out of memory, say, while an iteration is under way: that one lands, the host goes on."""
+    launch, calls = DeviceChain.launch, []
+
+    def failing(self, *arguments):
+        calls.append(1)
+        if len(calls) > good:
+            raise RuntimeError("no more")
+        return launch(self, *arguments)
+
+    settings = settings_of("cover")
+    wanted = told(trees(pair, None), settings, 1)
+    monkeypatch.setattr(DeviceChain, "launch", failing)
+    models = trees(pair, True)
+    assert told(models, settings, 1)[1] == wanted[1]
+    assert models[0].notes == ["target: the host verifies, iterations cannot be chained (no more)"]
+    assert all(not model.pool.reserved for model in models)
+
+
+@pytest.mark.parametrize("way", ["cover", "beam"])
+def test_what_the_device_decided_is_there_for_a_prompt_that_goes_on(pair, way):
+    """A chat's next prompt takes over the answer's keys and values; what it is told is what a fresh start tells."""
+    settings = settings_of(way)
+    for seed in range(4):
+        models = trees(pair, True)
+        run = begun(models, settings, seed, budget=30)
+        run.keep_answer = True
+        for _ in decode(run, settings):
+            pass
+        prompt = [*PROMPT, *run.hypotheses.ranking()[0].tokens()[:-1], 9, 10]
+        fresh = trees(pair, True)
+        rows = []
+        for target, reuse in ((models[0], True), (fresh[0], False)):
+            shared = len(target.pool.shared_prefix(prompt)) if reuse else 0
+            root = Node(-1, None)
+            target.prefill(prompt, root, row_size=10, reuse=reuse)
+            rows.append((shared, *target.best(root, 10)))
+        assert rows[0][0] == len(prompt) - 2
+        assert np.array_equal(rows[0][1], rows[1][1])
+        assert np.abs(rows[0][2] - rows[1][2]).max() < 1e-4
 
 
 def test_chained_iterations_go_on_through_growing_buffers(pair, monkeypatch):
