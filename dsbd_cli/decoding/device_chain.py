@@ -108,6 +108,7 @@ class Landing:
     def __init__(self, staging: Tensor, landing: Tensor, device: torch.device) -> None:
         self.staging, self.landing = staging, landing
         self.seconds: float | None = None
+        self._device = device
         self._event = torch.cuda.Event() if device.type == "cuda" else None
 
     def free(self) -> None:
@@ -117,7 +118,7 @@ class Landing:
 
     def mark(self) -> None:
         if self._event is not None:
-            self._event.record()
+            self._event.record(torch.cuda.current_stream(self._device))
 
     def wait(self, since: float) -> None:
         """The one synchronisation of an iteration; `since` is when the device could begin with it."""

@@ -68,6 +68,11 @@ def kind_of_linear(model: Any, int8: bool) -> type:
     return DenseLinear
 
 
+def on_current_device(device: torch.device) -> bool:
+    """Whether Triton, which launches where torch's current device is, would launch on `device`."""
+    return device.index in (None, torch.cuda.current_device())
+
+
 def gpu_kernels(dtype: torch.dtype, head: int) -> Any:
     """The Triton kernels, or None where Triton or a size is missing, or DSBD_NATIVE=0."""
     if os.environ.get("DSBD_NATIVE") == "0" or dtype not in _GPU_DTYPES or head % 2 or head > 256:
@@ -112,7 +117,12 @@ class LeanForward:
         compiled: Any = None
         if kernels and self.kind is not DenseLinear and native.serves(self.dtype, head):
             compiled = native.load()
-        elif kernels and self.kind is DenseLinear and model.device.type == "cuda":
+        elif (
+            kernels
+            and self.kind is DenseLinear
+            and model.device.type == "cuda"
+            and on_current_device(model.device)
+        ):
             compiled = gpu_kernels(self.dtype, head)
         self.kernels = compiled
         self._layers: list[Any]

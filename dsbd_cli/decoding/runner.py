@@ -406,7 +406,8 @@ class HfTreeModel:
 
 def _kinds_of_chain(device: torch.device) -> Iterator[type[DeviceChain]]:
     """The quickest first. (Triton's interpreter runs its kernels on a CPU, for tests.)"""
-    compiled = device.type == "cuda" or os.environ.get("TRITON_INTERPRET") == "1"
+    interpreted = device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1"
+    compiled = interpreted or (device.type == "cuda" and lean.on_current_device(device))
     if compiled and os.environ.get("DSBD_NATIVE") != "0":
         try:
             from dsbd_cli.decoding.triton_chain import TritonChain
