@@ -275,14 +275,12 @@ class Chain:
 
 
 def chain_for(
-    target: Any, draft: Any, trie: Trie, chance: Chance, warp: Warp, width: int, draft_width: int, gamma: int
-) -> Chain | None:
+    target: HfTreeModel, draft: Any, trie: Trie, chance: Chance, warp: Warp, width: int, draft_width: int,
+    gamma: int,
+) -> Chain | None:  # fmt: skip
     """A `Chain` where the models are recorded and their rows are short; else None."""
-    why_not = getattr(target, "why_no_chain", None)
-    if why_not is None or not isinstance(chance, SeededChance) or (draft is not None and gamma < 1):
+    if not isinstance(chance, SeededChance) or (draft is not None and gamma < 1):
         return None
-    if draft is not None and not hasattr(draft, "pool"):
-        return None
-    if why_not(draft, draft_width) is not None:
+    if target.why_no_chain(draft, draft_width) is not None:
         return None
     return Chain(target, draft, trie, chance, warp, width, draft_width, gamma)

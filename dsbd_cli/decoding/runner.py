@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from dsbd_cli.decoding import lean, tiles
+from dsbd_cli.decoding.chain import Chain, chain_for
 from dsbd_cli.decoding.cuda_graph import Flight, GraphForward, why_not
 from dsbd_cli.decoding.device_chain import DeviceChain
 from dsbd_cli.decoding.device_draft import DeviceProposer, device_proposer
@@ -313,6 +314,12 @@ class HfTreeModel:
             }
             self._loops[key] = DeviceLoop(ours, theirs, width, gamma, beams, warp, eos_ids, self.device)
         return self._loops[key]
+
+    def device_chain(self, draft: Any, *how: Any) -> Chain | None:
+        """What drafts and verifies on the device, or None (`chain.chain_for`)."""
+        if draft is not None and not isinstance(draft, HfTreeModel):
+            return None
+        return chain_for(self, draft, *how)
 
     def why_no_chain(self, draft: HfTreeModel | None, draft_width: int) -> str | None:
         """What keeps iterations from following each other on the device; None where nothing does."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
-from dsbd_cli.decoding.chain import Chain, chain_for
 from dsbd_cli.decoding.chance import Chance
 from dsbd_cli.decoding.events import Iteration, Layer
 from dsbd_cli.decoding.forest import DraftModelProposer, Proposer
@@ -20,6 +20,9 @@ from dsbd_cli.decoding.run import Run
 from dsbd_cli.decoding.tree import Trie
 from dsbd_cli.decoding.width import FixedWidth, WidthRule, width_rule
 from dsbd_cli.settings import DEFAULT_TREE, DRAFTING, ONE_BEAM_METHODS, Settings
+
+if TYPE_CHECKING:
+    from dsbd_cli.decoding.chain import Chain
 
 
 def warp_of(settings: Settings) -> Warp:
@@ -97,7 +100,9 @@ def start(
     covers = settings.method == "dsbd" and settings.verify == "cover" and not kv_one
     if (plain or covers) and not settings.deterministic and isinstance(widths, FixedWidth):
         forests = (0, 0) if plain else (settings.draft_width, gamma)
-        chain = chain_for(target, None if plain else draft, trie, chance, warp_of(settings), width, *forests)
+        # On a GPU the device verifies as well, where the models allow it.
+        if (chained := getattr(target, "device_chain", None)) is not None:
+            chain = chained(None if plain else draft, trie, chance, warp_of(settings), width, *forests)
     if draft is not None and settings.method == "specinfer":
         expansion = settings.tree or DEFAULT_TREE
         gamma = len(expansion)

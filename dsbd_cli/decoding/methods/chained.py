@@ -6,10 +6,13 @@ Draws the layers that `cover_layers` draws, from the same uniforms; the device i
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
-from dsbd_cli.decoding.chain import Chain
 from dsbd_cli.decoding.events import Iteration, Layer
 from dsbd_cli.decoding.run import Run
+
+if TYPE_CHECKING:
+    from dsbd_cli.decoding.chain import Chain
 
 
 def chained(run: Run, chain: Chain) -> Iterator[Layer | Iteration]:
