@@ -210,7 +210,7 @@ class _Generation:
             # Only the engine's own time counts: a consumer may take its time over an event. What a
             # device meanwhile does for the next iteration counts too.
             begin = time.perf_counter()
-            self.seconds += min(begin - end, self.decoder.target.ahead_s)
+            self.seconds += self.decoder.target.meanwhile(begin - end)
             event = next(loop, None)
             end = time.perf_counter()
             self.seconds += end - begin

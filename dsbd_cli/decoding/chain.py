@@ -283,4 +283,7 @@ def chain_for(
         return None
     if target.why_no_chain(draft, draft_width) is not None:
         return None
+    limits = [model.max_positions for model in (target, draft) if model is not None and model.max_positions]
+    if min(limits, default=gamma + 2) < gamma + 2:  # what a recording runs through must be there
+        return None
     return Chain(target, draft, trie, chance, warp, width, draft_width, gamma)

@@ -121,8 +121,8 @@ class GraphForward:
     def _run(self, plan: Plan, size: int) -> _Recorded:
         pointers = self.pool.pointers()
         if pointers != self._pointers:
-            self._buckets.clear()
             self._recorder.forget()
+            self._buckets.clear()
             self._pointers = pointers
         nodes = node_bucket(len(plan))
         assert nodes is not None
@@ -242,10 +242,12 @@ class Recorder:
         return outputs, replay
 
     def forget(self) -> None:
-        """Every recording made so far has been let go: their memory goes with them, the next ones get their own.
+        """Every recording made so far is let go: their memory goes with them, the next ones get their own.
 
         (A memory that no graph uses any more cannot be recorded into again.)
         """
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)  # one of them may be running
         self._memory = None
 
     def cut(self) -> None:

@@ -161,6 +161,7 @@ class DeviceChain:
         size = 7 * beams + 2
         # Where an iteration finds its beams, and where it leaves the next ones.
         self._now, self._next = torch.zeros((2, size), dtype=torch.long, device=device)
+        self._now[-1] = 1  # a recording runs from here: there is no position before 0
         host = self._recorder.host
         self._fresh = host(torch.zeros(size, dtype=torch.long))
         self._landings = [
@@ -300,8 +301,8 @@ class DeviceChain:
         sides = [side for side in (self.target, self.draft) if side is not None]
         pointers = tuple(side.pool.pointers() for side in sides)
         if pointers != self._pointers:
-            self._buckets.clear()
             self._recorder.forget()
+            self._buckets.clear()
             self._pointers = pointers
         return tuple(slots_to_see(side.forward, side.pool.slots.used, side.pool) for side in sides)
 

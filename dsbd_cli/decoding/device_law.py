@@ -44,7 +44,7 @@ def draft_layer(scores: Tensor, tokens: Tensor, logps: Tensor, warp: Warp, unifo
     if warp.greedy:
         prob = torch.ones_like(weight)
     else:
-        prob = torch.softmax(weight / warp.temperature, 0)
+        prob = torch.softmax((weight - weight[0]) / warp.temperature, 0)
         if warp.top_p < 1:
             # Cut where the mass before an entry has reached top-p; the first always stays.
             reached = torch.cumsum(prob, 0)[:-1] >= warp.top_p

@@ -93,8 +93,8 @@ class DeviceLoop:
     def _key(self, request: Request, draft_size: int, target_size: int) -> tuple[int, int, int, int]:
         pointers = self.target.pool.pointers(), self.draft.pool.pointers()
         if pointers != self._pointers:
-            self._buckets.clear()
             self._recorder.forget()
+            self._buckets.clear()
             self._pointers = pointers
         return (
             draft_size,

@@ -30,6 +30,8 @@ _CHUNK = 2048
 # Slots and mask rows to start with; both double when they run out.
 _SIZES = 512, 64
 _RECORDED_SIZES = 2048, 512
+# Recorded iterations to keep, one for each way of decoding: a sweep goes through many in turns.
+_MOST_ITERATIONS = 32
 # Nodes of a sparing layer, on average; and what a node more costs on a CPU, in forwards of one node.
 _LAYER_NODES, _NODE_PRICE = 4, 0.03
 
@@ -83,7 +85,7 @@ class HfTreeModel:
         self._chains: dict[tuple[Any, ...], DeviceChain] = {}
         self._no_chains = False
         self._underway: tuple[list[Node], Flight, list[int]] | None = None
-        self._flying, self._ahead_s = False, 0.0
+        self._flying, self._ahead_s, self._left_s = False, 0.0, 0.0
         self._record = self.device.type == "cuda" if graphs is None else graphs
         if self._record and (reason := why_not(module)):
             self._no_graphs(reason)
@@ -247,13 +249,16 @@ class HfTreeModel:
             self.rows.put([batch[i] for i in keep], self._compute(plan, slots, mask, head))
         self.calls += 1
 
-    @property
-    def ahead_s(self) -> float:
-        """What the device takes for the work under way, by the last time that was seen; 0 if there is none."""
-        return self._ahead_s if self._flying else 0.0
+    def meanwhile(self, seconds: float) -> float:
+        """How much of `seconds` that passed elsewhere the device worked, by the last time that was seen."""
+        worked = min(seconds, self._left_s) if self._flying else 0.0
+        self._left_s -= worked
+        return worked
 
     def set_off(self, flying: bool) -> None:
         """Whether work of this model is under way."""
+        if flying and not self._flying:
+            self._left_s = self._ahead_s
         self._flying = flying
 
     def landed(self, seconds: float | None) -> None:
@@ -312,8 +317,10 @@ class HfTreeModel:
             self._loops = {
                 old: loop for old, loop in self._loops.items() if {old[0].pool, old[1].pool} <= alive
             }
+            _make_room(self._loops)
             self._loops[key] = DeviceLoop(ours, theirs, width, gamma, beams, warp, eos_ids, self.device)
-        return self._loops[key]
+        self._loops[key] = loop = self._loops.pop(key)  # the last one used comes last
+        return loop
 
     def device_chain(self, draft: Any, *how: Any) -> Chain | None:
         """What drafts and verifies on the device, or None (`chain.chain_for`)."""
@@ -349,10 +356,12 @@ class HfTreeModel:
                 if old[0].pool in alive and (old[1] is None or draft is None or old[1].pool in alive)
             }
             sizes = ours, theirs, width, warp, draft_width, gamma, eos_ids, self.device
+            _make_room(self._chains)
             self._chains[key] = next(
                 chain for kind in _kinds_of_chain(self.device) if (chain := kind(*sizes)).takes()
             )
-        return self._chains[key]
+        self._chains[key] = chain = self._chains.pop(key)  # the last one used comes last
+        return chain
 
     def stop_chains(self, reason: str) -> None:
         """From now on the host verifies."""
@@ -409,6 +418,12 @@ class HfTreeModel:
         ids, positions = torch.tensor([plan.ids, plan.positions], device=self.device)
         seen: Any = None if mask is None else mask[:, : plan.used]
         return self._forward(cache, ids, positions, seen, head)
+
+
+def _make_room(kept: dict[Any, Any]) -> None:
+    """Let go of what was used longest ago: every recorded iteration holds memory."""
+    while len(kept) >= _MOST_ITERATIONS:
+        del kept[next(iter(kept))]
 
 
 def _kinds_of_chain(device: torch.device) -> Iterator[type[DeviceChain]]:

@@ -38,7 +38,8 @@ class TritonChain(DeviceChain):
         target, draft = self._entries(self.target), 0 if self.draft is None else self._entries(self.draft)
         joint = max(self.beams * target, max(self.beams, self.width) * draft)
         return (
-            max(target, draft, self.warp.row_size, self.width) <= law.MOST_ENTRIES and joint <= law.MOST_JOINT
+            max(target, draft, self.warp.row_size, self.width, self.beams) <= law.MOST_ENTRIES
+            and joint <= law.MOST_JOINT
         )
 
     def _record(self, request: np.ndarray) -> None:

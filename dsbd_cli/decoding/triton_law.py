@@ -42,7 +42,8 @@ def _parts_of_rows(
     place = row * parts + part
     tl.store(peaks_ptr + place, peak)
     tl.store(masses_ptr + place, tl.where(good, mass, float("nan")))
-    keys = _ordered(values, ids)
+    # Not by their value: a NaN may rank below everything, and ids beyond the vocabulary must not come up.
+    keys = tl.where(inside, _ordered(values, ids), -9223372036854775807)
     for i in range(COUNT):
         best = tl.max(keys, 0)
         tl.store(keys_ptr + place * COUNT + i, best)

@@ -39,6 +39,7 @@ WAYS = {
 CHAINED = {
     "cover": WAYS["cover"],
     "greedy": WAYS["greedy"],
+    "cold": {"threshold": None, "temperature": 1e-307},
     "one layer": {"threshold": None, "gamma": 1},
     "wide": {"threshold": None, "width": 6, "draft_width": 9, "gamma": 5, "temperature": 1.5},
     "one beam": {"threshold": None, "width": 1, "min_width": 1},
@@ -252,6 +253,68 @@ def test_where_iterations_cannot_be_chained_the_host_verifies(pair, monkeypatch)
     assert told(models, settings, 1)[:3] == wanted[:3]
     assert models[0].notes == ["target: the host verifies, iterations cannot be chained (no)"]
     assert begun(models, settings, 1).chain is None
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "opt"])
+def test_models_with_learned_positions_are_chained_too(tmp_path, kind):
+    """A recording runs once before there are beams: at positions that exist."""
+    models = [rand(tmp_path / str(seed), kind, seed=seed, initializer_range=0.3) for seed in (0, 1)]
+    settings = settings_of("cover")
+    device, host = trees(models, True), trees(models, None)
+    for seed in range(3):
+        got, wanted = (told(each, settings, seed, budget=12) for each in (device, host))
+        assert got[:3] == wanted[:3]
+    assert device[0]._chains
+
+
+def test_a_forest_deeper_than_a_context_is_left_to_the_host(pair):
+    settings = settings_of("cover", gamma=12)
+    said = []
+    for graphs in (True, None):
+        models = trees(pair, graphs)
+        models[1].max_positions = 13
+        run = begun(models, settings, 0, budget=8)
+        for _ in decode(run, settings):
+            pass
+        assert run.chain is None
+        said.append([node.tokens() for node in run.hypotheses.ranking()])
+    assert said[0] == said[1]
+
+
+def test_one_kept_beam_is_not_chained_without_a_draft_either(pair):
+    settings, said = settings_of("kv-one"), []
+    for graphs in (True, None):
+        run = begun(trees(pair, graphs)[:1], settings, 0, budget=25, eos=[])
+        for _ in decode(run, settings):
+            pass
+        said.append([node.tokens() for node in run.hypotheses.ranking()])
+    assert said[0] == said[1]
+
+
+def test_recorded_iterations_are_kept_up_to_a_number(pair, monkeypatch):
+    monkeypatch.setattr("dsbd_cli.decoding.runner._MOST_ITERATIONS", 2)
+    models = trees(pair, True)
+    for temperature in (0.5, 0.6, 0.5, 0.7):
+        told(models, settings_of("cover", temperature=temperature), 0, budget=6)
+    assert [key[3].temperature for key in models[0]._chains] == [0.5, 0.7]
+    for gamma in (1, 2, 3):
+        told(models, settings_of("paper", gamma=gamma), 0, budget=6)
+    assert [key[3] for key in models[0]._loops] == [2, 3]
+
+
+def test_what_the_device_does_meanwhile_counts_once(pair):
+    target = trees(pair, True)[0]
+    assert target.meanwhile(1.0) == 0
+    target.landed(0.5)
+    target.set_off(True)
+    assert target.meanwhile(0.2) == pytest.approx(0.2)
+    target.set_off(True)  # one more behind it: the first is still the one at work
+    assert target.meanwhile(1.0) == pytest.approx(0.3)
+    assert target.meanwhile(1.0) == 0
+    target.landed(None)
+    assert target.meanwhile(1.0) == 0
+    target.set_off(True)
+    assert target.meanwhile(0.1) == pytest.approx(0.1)
 
 
 @pytest.mark.parametrize("good", range(1, 6))

@@ -97,8 +97,8 @@ def start(
     kv_one = settings.kv == "one" and settings.method == "dsbd"
     chain: Chain | None = None
     plain = draft is None or settings.method not in DRAFTING
-    covers = settings.method == "dsbd" and settings.verify == "cover" and not kv_one
-    if (plain or covers) and not settings.deterministic and isinstance(widths, FixedWidth):
+    covers = plain or (settings.method == "dsbd" and settings.verify == "cover")
+    if covers and not kv_one and not settings.deterministic and isinstance(widths, FixedWidth):
         forests = (0, 0) if plain else (settings.draft_width, gamma)
         # On a GPU the device verifies as well, where the models allow it.
         if (chained := getattr(target, "device_chain", None)) is not None:
