@@ -45,12 +45,10 @@ class Landed:
 
     Attributes:
         forest: as the events show it.
-        beams: what it started from, by place.
         layers: per committed layer its draws in order, and for each whether it lies in the forest.
     """
 
     forest: Forest
-    beams: list[Node | None]
     layers: Iterator[tuple[list[Node], list[bool]]]
 
 
@@ -181,7 +179,7 @@ class Chain:
             self._draft.calls += self._gamma
         self._flight, self._layers = flight, len(outcome.verified)
         forest, self._places = self._drafted(flight.beams, outcome.drafted)
-        return Landed(forest, flight.beams, self._verified(flight.beams, outcome))
+        return Landed(forest, self._verified(flight.beams, outcome))
 
     def _drafted(
         self, beams: list[Node | None], layers: list[DraftedLayer]
