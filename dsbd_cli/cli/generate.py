@@ -107,7 +107,7 @@ def generate(
             write_answer(result, json=json, streamed=stream)
     if stats:
         print_stats(result)
-    if settings.seed is None and not json:
+    if settings.seed is None and not json and not settings.deterministic:
         tell(f"seed {result.seed}")
 
 
