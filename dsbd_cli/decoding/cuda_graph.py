@@ -97,7 +97,6 @@ class GraphForward:
         self.recordings = 0
         self._recorder = Recorder(device)
         self._buckets: dict[tuple[int, int, int], _Recorded] = {}
-        self._pointers = (0, 0)
 
     def takes(self, plan: Plan) -> bool:
         """Whether there is a bucket for a plan of this size."""
@@ -119,11 +118,8 @@ class GraphForward:
         return self._run(plan, 0).logits[: len(plan)]
 
     def _run(self, plan: Plan, size: int) -> _Recorded:
-        pointers = self.pool.pointers()
-        if pointers != self._pointers:
-            self._recorder.forget()
+        if self._recorder.moved(self.pool.pointers()):
             self._buckets.clear()
-            self._pointers = pointers
         nodes = node_bucket(len(plan))
         assert nodes is not None
         key = nodes, slots_to_see(self.forward, plan.used, self.pool), size
@@ -188,6 +184,7 @@ class Recorder:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._memory: Any = None
+        self._pointers: tuple[Any, ...] = ()
         self._graphs: list[Any] | None = None
 
     def record(
@@ -240,6 +237,14 @@ class Recorder:
 
         replay()
         return outputs, replay
+
+    def moved(self, *pointers: Any) -> bool:
+        """Whether buffers are elsewhere than at the last call; recordings made until then are to be let go."""
+        if pointers == self._pointers:
+            return False
+        self.forget()
+        self._pointers = pointers
+        return True
 
     def forget(self) -> None:
         """Every recording made so far is let go: their memory goes with them, the next ones get their own.

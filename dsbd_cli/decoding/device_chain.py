@@ -157,7 +157,6 @@ class DeviceChain:
         self._numbers = torch.tensor([warp.temperature, warp.top_p], dtype=torch.float64, device=device)
         self._recorder = Recorder(device)
         self._buckets: dict[tuple[int, ...], _Recorded] = {}
-        self._pointers: tuple[tuple[int, int], ...] = ()
         size = 7 * beams + 2
         # Where an iteration finds its beams, and where it leaves the next ones.
         self._now, self._next = torch.zeros((2, size), dtype=torch.long, device=device)
@@ -297,13 +296,14 @@ class DeviceChain:
         space, draft_space, *rest = request.split(sizes)
         return space.view(2, -1), draft_space.view(2, -1), *rest
 
+    def _beams_now(self) -> State:
+        """Views of what an iteration starts from."""
+        return State(*self._now.split([*[self.beams] * 7, 1, 1]))
+
     def _key(self) -> tuple[int, ...]:
         sides = [side for side in (self.target, self.draft) if side is not None]
-        pointers = tuple(side.pool.pointers() for side in sides)
-        if pointers != self._pointers:
-            self._recorder.forget()
+        if self._recorder.moved(*(side.pool.pointers() for side in sides)):
             self._buckets.clear()
-            self._pointers = pointers
         return tuple(slots_to_see(side.forward, side.pool.slots.used, side.pool) for side in sides)
 
     # The recorded part.
@@ -318,7 +318,7 @@ class DeviceChain:
     def _steps(self, request: Tensor, sees: int, draft_sees: int = 0) -> list[Tensor]:
         beams, wide, deep = self.beams, self.width, self.gamma
         space, draft_space, used, draft_used, origin, uniforms = self._parts_of(request)
-        now = State(*self._now.split([*[beams] * 7, 1, 1]))
+        now = self._beams_now()
         parts: list[Tensor] = []
         drafted: list[Drafted] = []
         draft_rows = draft_space[1, beams:]  # of the beams, then of the forest without its last layer

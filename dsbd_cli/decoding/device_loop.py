@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -63,7 +62,6 @@ class DeviceLoop:
         self._how = Drafting(width, gamma, warp, eos)
         self._recorder = Recorder(device)
         self._buckets: dict[tuple[int, int, int, int], _Recorded] = {}
-        self._pointers: tuple[Any, Any] = ((0, 0), (0, 0))
 
     def takes(self, request: Request) -> bool:
         """Whether there are buckets for a request of this size."""
@@ -91,11 +89,8 @@ class DeviceLoop:
             target.release(spaces[1])
 
     def _key(self, request: Request, draft_size: int, target_size: int) -> tuple[int, int, int, int]:
-        pointers = self.target.pool.pointers(), self.draft.pool.pointers()
-        if pointers != self._pointers:
-            self._recorder.forget()
+        if self._recorder.moved(self.target.pool.pointers(), self.draft.pool.pointers()):
             self._buckets.clear()
-            self._pointers = pointers
         return (
             draft_size,
             target_size,

@@ -13,7 +13,7 @@ from dsbd_cli.decoding.tree_pool import Claim, Plan, TreePool
 
 @dataclass(frozen=True)
 class Side:
-    """What the loop needs of one model: its forward, its pool, its head's columns, its row size."""
+    """What the loop needs of one model: its forward, its pool, its head's columns, its row size (at most those)."""
 
     forward: Any
     pool: TreePool

@@ -67,9 +67,8 @@ def best_of_rows(side: Side, logits: Tensor) -> BestRows:
     """The `side.row_size` best entries of each row of logits."""
     logps = log_probabilities(logits, side.vocab)
     packed = pack(logps, finite_rows(logps), side.row_size)
-    fetched, size = packed.shape[1] // 2, min(side.row_size, side.vocab)
-    ids = packed[:, fetched : fetched + size].contiguous().view(torch.int32).long()
-    return BestRows(packed[:, :size], ids, packed[:, -1])
+    ids = packed[:, side.row_size : -1].contiguous().view(torch.int32).long()
+    return BestRows(packed[:, : side.row_size], ids, packed[:, -1])
 
 
 def draft_forest(

@@ -114,6 +114,21 @@ class Run:
         self._layers.append(layer)
         return layer
 
+    def commit_covered(self, slots: Sequence[Node], verdicts: tuple[bool, ...], drafted: int | None) -> Layer:
+        """`commit` a layer chosen without the forest, of which `verdicts` says slot by slot what the forest holds.
+
+        Args:
+            drafted: place of the forest's layer; None where there is none (and no verdicts).
+        """
+        return self.commit(
+            slots,
+            examined=len(verdicts),
+            accepted=sum(verdicts),
+            verdicts=verdicts,
+            drafted=drafted,
+            passed=drafted is not None and all(verdicts),
+        )
+
     def draw_layer(self, width: int) -> Layer:
         """`width` iid draws of `p_beam`: the layer of plain beam sampling."""
         support = self.p_beam()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -312,15 +312,11 @@ class HfTreeModel:
         """The recorded iteration of this target with `draft`; kept, for recordings are dear."""
         ours, theirs = self._side(), draft._side()
         key = (ours, theirs, width, gamma, beams, warp, *eos_ids)
-        if key not in self._loops:
-            alive = {ours.pool, theirs.pool}
-            self._loops = {
-                old: loop for old, loop in self._loops.items() if {old[0].pool, old[1].pool} <= alive
-            }
-            _make_room(self._loops)
-            self._loops[key] = DeviceLoop(ours, theirs, width, gamma, beams, warp, eos_ids, self.device)
-        self._loops[key] = loop = self._loops.pop(key)  # the last one used comes last
-        return loop
+        return _kept(
+            self._loops,
+            key,
+            lambda: DeviceLoop(ours, theirs, width, gamma, beams, warp, eos_ids, self.device),
+        )
 
     def device_chain(self, draft: Any, *how: Any) -> Chain | None:
         """What drafts and verifies on the device, or None (`chain.chain_for`)."""
@@ -348,20 +344,9 @@ class HfTreeModel:
         """The recorded iteration that verifies too; kept, for recordings are dear."""
         ours, theirs = self._side(), None if draft is None else draft._side()
         key = (ours, theirs, width, warp, draft_width, gamma, *eos_ids)
-        if key not in self._chains:
-            alive = {self.pool, None if draft is None else draft.pool}
-            self._chains = {
-                old: chain
-                for old, chain in self._chains.items()
-                if old[0].pool in alive and (old[1] is None or draft is None or old[1].pool in alive)
-            }
-            sizes = ours, theirs, width, warp, draft_width, gamma, eos_ids, self.device
-            _make_room(self._chains)
-            self._chains[key] = next(
-                chain for kind in _kinds_of_chain(self.device) if (chain := kind(*sizes)).takes()
-            )
-        self._chains[key] = chain = self._chains.pop(key)  # the last one used comes last
-        return chain
+        sizes = ours, theirs, width, warp, draft_width, gamma, eos_ids, self.device
+        chains = (kind(*sizes) for kind in _kinds_of_chain(self.device))
+        return _kept(self._chains, key, lambda: next(chain for chain in chains if chain.takes()))
 
     def stop_chains(self, reason: str) -> None:
         """From now on the host verifies."""
@@ -420,10 +405,24 @@ class HfTreeModel:
         return self._forward(cache, ids, positions, seen, head)
 
 
-def _make_room(kept: dict[Any, Any]) -> None:
-    """Let go of what was used longest ago: every recorded iteration holds memory."""
-    while len(kept) >= _MOST_ITERATIONS:
-        del kept[next(iter(kept))]
+_Kept = TypeVar("_Kept")
+
+
+def _kept(recorded: dict[tuple[Any, ...], _Kept], key: tuple[Any, ...], make: Callable[[], _Kept]) -> _Kept:
+    """The iteration recorded under `key` (which begins with both sides), or a new one.
+
+    Every one holds memory: let go are those of pools that are no more, then those used longest ago.
+    """
+    pools = [side and side.pool for side in key[:2]]
+    for old in list(recorded):
+        others = (side and side.pool for side in old[:2])
+        if any(mine and other and mine is not other for mine, other in zip(pools, others, strict=True)):
+            del recorded[old]
+    found = recorded.pop(key, None) or make()
+    while len(recorded) >= _MOST_ITERATIONS:
+        del recorded[next(iter(recorded))]
+    recorded[key] = found  # the last one used comes last
+    return found
 
 
 def _kinds_of_chain(device: torch.device) -> Iterator[type[DeviceChain]]:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from dsbd_cli.decoding import triton_law as law
-from dsbd_cli.decoding.device_chain import DeviceChain, State
+from dsbd_cli.decoding.device_chain import DeviceChain
 from dsbd_cli.decoding.device_request import Side
 from dsbd_cli.decoding.device_steps import Nodes, forward
 from dsbd_cli.errors import first_line
@@ -35,7 +35,7 @@ class TritonChain(DeviceChain):
 
     def takes(self) -> bool:
         """Whether the kernels have room for these sizes."""
-        target, draft = self._entries(self.target), 0 if self.draft is None else self._entries(self.draft)
+        target, draft = self.target.row_size, 0 if self.draft is None else self.draft.row_size
         joint = max(self.beams * target, max(self.beams, self.width) * draft)
         return (
             max(target, draft, self.warp.row_size, self.width, self.beams) <= law.MOST_ENTRIES
@@ -54,8 +54,7 @@ class TritonChain(DeviceChain):
         beams, wide, deep = self.beams, self.width, self.gamma
         device = request.device
         space, draft_space, used, draft_used, origin, uniforms = self._parts_of(request)
-        state = self._now
-        now = State(*state.split([*[beams] * 7, 1, 1]))
+        now = self._beams_now()
         _, outcome_size = self._sizes()
         outcome = torch.zeros(outcome_size, dtype=torch.float64, device=device)
         parent, node, token = torch.zeros((3, deep, wide), dtype=torch.long, device=device)
@@ -72,7 +71,7 @@ class TritonChain(DeviceChain):
             scores, base = now.score.view(torch.float64), rows[beams:]
             for depth in range(deep):
                 law.draft_layer(
-                    self._packed(self.draft, logits), self._entries(self.draft), scores, self._how.eos, forest,
+                    self._packed(self.draft, logits), self.draft.row_size, scores, self._how.eos, forest,
                     depth, beams, outcome[at:],
                 )  # fmt: skip
                 at += 5 * wide + len(logits)
@@ -96,14 +95,10 @@ class TritonChain(DeviceChain):
             ids, where = torch.cat([ids, forest.token.flatten()]), torch.cat([where, now.position + later])
         best = self._packed(self.target, forward(self.target, Nodes(ids, where, slots, mask), used, sees))
         law.verify(
-            best, self._entries(self.target), state, self._next, ids, rows, draft_space[1, beams:], forest,
+            best, self.target.row_size, self._now, self._next, ids, rows, draft_space[1, beams:], forest,
             self._how.eos, uniforms, origin, outcome[at:], beams, self.warp, self._numbers, self.window,
         )  # fmt: skip
         return [outcome]
 
-    @staticmethod
-    def _entries(side: Side) -> int:
-        return min(side.row_size, side.vocab)
-
     def _packed(self, side: Side, logits: Tensor) -> Tensor:
-        return law.pack_rows(logits, side.vocab, self._entries(side))
+        return law.pack_rows(logits, side.vocab, side.row_size)

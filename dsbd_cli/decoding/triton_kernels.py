@@ -180,8 +180,7 @@ class Kernels:
     """The kernels on contiguous CUDA tensors; same calls as `native.Kernels`, and `attend`."""
 
     def __init__(self) -> None:
-        self._turns: dict[torch.device, Tensor] = {}
-        self._kept: list[Tensor] = []  # older recordings may still use them
+        self._turns: list[Tensor] = []  # the last is in use; older recordings may still hold the others
 
     def rms(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """RMS norm over the last dimension of [N, width]."""
@@ -247,9 +246,6 @@ class Kernels:
 
     def _turns_for(self, count: int, like: Tensor) -> Tensor:
         """Zeros that outlive the call: a recording keeps their address, and every use leaves zeros."""
-        turns = self._turns.get(like.device)
-        if turns is None or len(turns) < count:
-            turns = torch.zeros(max(4096, count), dtype=torch.int32, device=like.device)
-            self._turns[like.device] = turns
-            self._kept.append(turns)
-        return turns
+        if not self._turns or len(self._turns[-1]) < count:
+            self._turns.append(torch.zeros(max(4096, count), dtype=torch.int32, device=like.device))
+        return self._turns[-1]

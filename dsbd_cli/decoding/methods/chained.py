@@ -24,20 +24,14 @@ def chained(run: Run, chain: Chain) -> Iterator[Layer | Iteration]:
         drafted = len(landed.forest.layers)
         whole = True
         for depth, (slots, known) in enumerate(landed.layers):
-            verdicts: tuple[bool, ...] = ()
             if depth < drafted:
                 # A finished sequence needs no node of the forest.
-                verdicts = tuple(
+                verdicts = (
                     node.finish is not None or inside for node, inside in zip(slots, known, strict=True)
                 )
-            yield run.commit(
-                slots,
-                examined=len(verdicts),
-                accepted=sum(verdicts),
-                verdicts=verdicts,
-                drafted=depth if verdicts else None,
-                passed=bool(verdicts) and all(verdicts),
-            )
+                yield run.commit_covered(slots, tuple(verdicts), depth)
+            else:
+                yield run.commit(slots)
             # The device knows nothing of stop strings and budgets.
             whole = not run.hypotheses.stopped() and all(node.finish in (None, "eos") for node in slots)
             if not whole:

@@ -98,14 +98,7 @@ def beam_search(run: Run, early_stopping: str, length_penalty: float) -> Iterato
             running = state.running
             drafted = depth < len(forest.layers)
             verdicts = tuple(run.target.knows(node) for node in running) if drafted else ()
-            yield run.commit(
-                running,
-                examined=len(verdicts),
-                accepted=sum(verdicts),
-                verdicts=verdicts,
-                drafted=depth if drafted else None,
-                passed=drafted and all(verdicts),
-            )
+            yield run.commit_covered(running, verdicts, depth if drafted else None)
             run.hypotheses.pool = [node for node, _ in state._finished]
             if state.done or not run.known():
                 break

@@ -104,14 +104,7 @@ def cover_layers(run: Run, forest: Forest, verify: str = "cover") -> Iterator[La
         slots = [run.node(support, i) for i in run.chance.picks(support.prob, width)]
         # A finished sequence needs no node of the forest.
         verdicts = tuple(node.finish is not None or run.target.knows(node) for node in slots)
-        yield run.commit(
-            slots,
-            examined=width,
-            accepted=sum(verdicts),
-            verdicts=verdicts,
-            drafted=depth,
-            passed=all(verdicts),
-        )
+        yield run.commit_covered(slots, verdicts, depth)
         if run.hypotheses.stopped() or not run.known():
             return
     yield run.draw_layer(run.width)
