@@ -32,8 +32,8 @@ from dsbd_cli.bench.arms import Arm, build_arms
 from dsbd_cli.bench.hf import synchronize
 from dsbd_cli.bench.measure import PairBackend
 from dsbd_cli.decoder import Decoder
-from dsbd_cli.decoding.runner import HfTreeModel
-from dsbd_cli.decoding.tree import Trie
+from dsbd_cli.decoding.model.hf_model import HfTreeModel
+from dsbd_cli.decoding.tree.sequences import Trie
 from dsbd_cli.errors import DsbdError, UserError
 from dsbd_cli.settings import Settings
 
@@ -239,7 +239,7 @@ def measure(decoder: Decoder, point: Point) -> dict[str, Any]:
 def forward_ms(model: HfTreeModel, ids: Sequence[int], nodes: int) -> float:
     """Median milliseconds of a forward over `nodes` new nodes, best entries of each row on the host included."""
     trie = Trie(lambda node: None, (), 1 << 30)
-    model.prefill(ids, trie.root, row_size=16, reuse=False)
+    model.prefill(ids, trie.root, top_n=16, reuse=False)
     seconds = []
     for _ in range(_FORWARDS):
         fresh = [trie.child(trie.root, token) for token in range(nodes)]

@@ -27,12 +27,12 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from dsbd_cli.decoding.chance import SeededChance
-from dsbd_cli.decoding.cuda_graph import node_bucket
-from dsbd_cli.decoding.methods import decode, draft_warp, rows_needed, start
-from dsbd_cli.decoding.rows import log_probabilities
-from dsbd_cli.decoding.runner import HfTreeModel
-from dsbd_cli.decoding.tree import Node, Trie
+from dsbd_cli.decoding.forward.graphs import node_bucket
+from dsbd_cli.decoding.forward.top_logits import log_probabilities
+from dsbd_cli.decoding.law.sampling import SeededSampler
+from dsbd_cli.decoding.methods import decode, draft_processor, start, top_n_needed
+from dsbd_cli.decoding.model.hf_model import HfTreeModel
+from dsbd_cli.decoding.tree.sequences import Node, Trie
 from dsbd_cli.settings import Settings
 
 # hidden, intermediate, layers, heads, key/value heads, vocabulary, tied
@@ -98,9 +98,9 @@ def decoded(target: HfTreeModel, draft: HfTreeModel, settings: Settings, prompt:
     """All tokens of all ranked sequences, and how many target calls it took."""
     budget = 40
     trie = Trie(lambda node: "length" if node.depth >= budget else None, [], budget)
-    target.prefill(prompt, trie.root, row_size=rows_needed(settings, 0))
-    draft.prefill(prompt, trie.root, row_size=draft_warp(settings).row_size)
-    run = start(settings, target, draft, trie, SeededChance(seed, 0), SeededChance(seed, 1))
+    target.prefill(prompt, trie.root, top_n=top_n_needed(settings, 0))
+    draft.prefill(prompt, trie.root, top_n=draft_processor(settings).top_n)
+    run = start(settings, target, draft, trie, SeededSampler(seed, 0), SeededSampler(seed, 1))
     for _ in decode(run, settings):
         pass
     return [node.tokens() for node in run.hypotheses.ranking()], target.calls
@@ -199,7 +199,7 @@ def check_rows(device: str, quick: bool) -> list[str]:
     model = build("toy" if quick else "135m", device, torch.bfloat16, 0.05)
     vocab = model.config.vocab_size
     tree, root, rng = tree_model("lean, recorded", model), Node(-1, None), random.Random(2)
-    tree.prefill([rng.randrange(vocab) for _ in range(100)], root, row_size=10)
+    tree.prefill([rng.randrange(vocab) for _ in range(100)], root, top_n=10)
     wrong, ties, seen = [], 0, 0
     for count in (1, 3, 8, 24, 48, 60):
         level = [Node(rng.randrange(vocab), root) for _ in range(count)]
@@ -223,7 +223,7 @@ def check_rows(device: str, quick: bool) -> list[str]:
 def timed(tree: HfTreeModel, count: int, rounds: int) -> dict[str, float]:
     """Milliseconds of one forward of `count` nodes, as the caller sees it, and on the device alone."""
     vocab, root, rng = tree.vocab_size, Node(-1, None), random.Random(3)
-    tree.prefill([rng.randrange(vocab) for _ in range(300)], root, row_size=10)
+    tree.prefill([rng.randrange(vocab) for _ in range(300)], root, top_n=10)
     walls, device = [], []
     for _ in range(rounds + 3):
         nodes = [Node(rng.randrange(vocab), root) for _ in range(count)]
@@ -338,7 +338,7 @@ def long_prompts(device: str) -> dict[str, Any]:
             root = Node(-1, None)
             torch.cuda.synchronize()
             begin = time.perf_counter()
-            tree.prefill(prompt, root, row_size=10, reuse=False)
+            tree.prefill(prompt, root, top_n=10, reuse=False)
             torch.cuda.synchronize()
             seconds.append(time.perf_counter() - begin)
         walls = []

@@ -8,12 +8,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from dsbd_cli.decoding.chance import SeededChance
-from dsbd_cli.decoding.events import Event, Finished, Iteration, Layer, Notice, Prefilled, Text
-from dsbd_cli.decoding.methods import decode, draft_warp, rows_needed, start
-from dsbd_cli.decoding.run import Run
-from dsbd_cli.decoding.runner import HfTreeModel
-from dsbd_cli.decoding.tree import Node, Trie, common_ancestor
+from dsbd_cli.decoding.law.sampling import SeededSampler
+from dsbd_cli.decoding.methods import decode, draft_processor, start, top_n_needed
+from dsbd_cli.decoding.methods.run import Run
+from dsbd_cli.decoding.model.hf_model import HfTreeModel
+from dsbd_cli.decoding.tree.events import Event, Finished, Iteration, Layer, Notice, Prefilled, Text
+from dsbd_cli.decoding.tree.sequences import Node, Trie, common_ancestor
 from dsbd_cli.energy import EnergyMeter
 from dsbd_cli.errors import UserError
 from dsbd_cli.loading import LoadedModel, Pair, PairSpec, load_pair
@@ -192,13 +192,11 @@ class _Generation:
 
     def _start(self) -> Run:
         target, settings, trie = self.decoder.target, self.settings, self.trie
-        target.prefill(
-            self.ids, trie.root, row_size=rows_needed(settings, len(trie.eos_ids)), reuse=self.reuse
-        )
+        target.prefill(self.ids, trie.root, top_n=top_n_needed(settings, len(trie.eos_ids)), reuse=self.reuse)
         if self.draft is not None:
-            self.draft.prefill(self.ids, trie.root, row_size=draft_warp(settings).row_size, reuse=self.reuse)
-        chances = SeededChance(self.seed, 0), SeededChance(self.seed, 1)
-        run = start(settings, target, self.draft, trie, *chances)
+            self.draft.prefill(self.ids, trie.root, top_n=draft_processor(settings).top_n, reuse=self.reuse)
+        samplers = SeededSampler(self.seed, 0), SeededSampler(self.seed, 1)
+        run = start(settings, target, self.draft, trie, *samplers)
         run.keep_answer = self.reuse
         return run
 

@@ -17,7 +17,7 @@ from tests import builders
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any]:
     base = tmp_path_factory.mktemp("hf")
-    # EOS gets a fair chance, so that answers end in different places.
+    # EOS gets a fair sampler, so that answers end in different places.
     models = [builders.rand(base / str(seed), seed=seed, vocab=24, eos_token_id=[1, 5]) for seed in (0, 1)]
     for model in models:
         model.generation_config.eos_token_id = [1, 5]

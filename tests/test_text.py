@@ -9,7 +9,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from dsbd_cli.decoding.tree import Node
+from dsbd_cli.decoding.tree.sequences import Node
 from dsbd_cli.text import ConfirmedText, Detokenizer, first_stop
 from tests import builders
 

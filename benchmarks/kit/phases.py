@@ -15,9 +15,9 @@ import torch
 from dsbd_cli.bench.arms import Arm
 from dsbd_cli.bench.hf import synchronize
 from dsbd_cli.decoder import Decoder
-from dsbd_cli.decoding.chain import Chain
-from dsbd_cli.decoding.events import Iteration
-from dsbd_cli.decoding.run import Run
+from dsbd_cli.decoding.device.pipeline import Chain
+from dsbd_cli.decoding.methods.run import Run
+from dsbd_cli.decoding.tree.events import Iteration
 
 PARTS = ("draft", "target", "verify", "rest")
 

@@ -21,8 +21,8 @@ def median(values: Sequence[float]) -> stats.Estimate:
         return stats.NONE
     low, high = None, None
     if array.size > 1:
-        picks = np.random.default_rng(_SEED).integers(0, array.size, (_DRAWS, array.size))
-        ends = np.percentile(np.median(array[picks], axis=1), [2.5, 97.5])
+        sample = np.random.default_rng(_SEED).integers(0, array.size, (_DRAWS, array.size))
+        ends = np.percentile(np.median(array[sample], axis=1), [2.5, 97.5])
         low, high = float(ends[0]), float(ends[1])
     return stats.Estimate(float(np.median(array)), low, high, int(array.size))
 

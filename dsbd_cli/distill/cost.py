@@ -25,7 +25,7 @@ class Costs:
     """
 
     def __init__(self, models: dict[str, Any]) -> None:
-        from dsbd_cli.decoding.runner import HfTreeModel
+        from dsbd_cli.decoding.model.hf_model import HfTreeModel
 
         self._trees = {
             name: HfTreeModel(
@@ -45,12 +45,12 @@ class Costs:
 
     @staticmethod
     def _measure(tree: Any, count: int) -> float:
-        from dsbd_cli.decoding.tree import Node
+        from dsbd_cli.decoding.tree.sequences import Node
 
         root = Node(-1, None)
         generator = torch.Generator().manual_seed(0)
         draw = torch.randint(0, tree.vocab_size, (PREFIX + count,), generator=generator).tolist()
-        tree.prefill(draw[:PREFIX], root, row_size=ROW)
+        tree.prefill(draw[:PREFIX], root, top_n=ROW)
         times = []
         for _ in range(REPEATS + 2):
             nodes = [Node(token, root) for token in draw[PREFIX:]]

@@ -46,6 +46,6 @@ def pick_dtype(name: str, device: torch.device, coarse: bool = False) -> torch.d
         return torch.bfloat16 if bf16 else torch.float16
     if device.type == "mps":
         return torch.bfloat16 if torch.backends.mps.is_macos_or_newer(14, 0) else torch.float16
-    from dsbd_cli.decoding.tiles import likely
+    from dsbd_cli.decoding.forward.amx import likely
 
     return torch.bfloat16 if coarse and likely() else torch.float32

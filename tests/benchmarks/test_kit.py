@@ -19,8 +19,8 @@ from benchmarks.kit.results import Results, joined, read, write
 from benchmarks.kit.summary import median, summarise
 from dsbd_cli.bench.arms import METHODS
 from dsbd_cli.decoder import Decoder
-from dsbd_cli.decoding.run import Run
-from dsbd_cli.decoding.runner import HfTreeModel
+from dsbd_cli.decoding.methods.run import Run
+from dsbd_cli.decoding.model.hf_model import HfTreeModel
 from dsbd_cli.errors import UserError
 from dsbd_cli.settings import Settings
 from tests import builders

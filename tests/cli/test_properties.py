@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from dsbd_cli import Decoder, Settings
-from dsbd_cli.decoding.events import Finished, Text
+from dsbd_cli.decoding.tree.events import Finished, Text
 from dsbd_cli.errors import UserError
 from dsbd_cli.presets import load_preset
 from dsbd_cli.settings import DEFAULTS, FIELDS, METHODS

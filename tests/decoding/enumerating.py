@@ -1,4 +1,4 @@
-"""A `Chance` that takes every branch in turn: the exact law of whatever asks it.
+"""A `Sampler` that takes every branch in turn: the exact law of whatever asks it.
 
 The code under test is replayed once per branch; a branch is the list of answers it was given, and
 its probability is the product of theirs. Nothing is sampled and nothing is approximated.
@@ -22,7 +22,7 @@ class Asked(Exception):
 
 
 class Branching:
-    """Answers from a script, and notes the alternatives. Serves as target's and proposer's chance alike."""
+    """Answers from a script, and notes the alternatives. Serves as target's and proposer's sampler alike."""
 
     def __init__(self) -> None:
         self.weight = 1.0
@@ -47,10 +47,10 @@ class Branching:
             raise Asked
         assert 0 < numerator <= 1 + 1e-12
         assert 0 < denominator <= 1 + 1e-12
-        chance = min(1.0, float(numerator) / float(denominator))
-        return bool(self._choose([(1, chance), (0, 1 - chance)]))
+        sampler = min(1.0, float(numerator) / float(denominator))
+        return bool(self._choose([(1, sampler), (0, 1 - sampler)]))
 
-    def picks(self, weights: np.ndarray, count: int) -> list[int]:
+    def sample(self, weights: np.ndarray, count: int) -> list[int]:
         shares = np.asarray(weights, dtype=np.float64)
         assert np.all(shares >= 0)
         options = [(i, share) for i, share in enumerate((shares / shares.sum()).tolist()) if share > 0]
@@ -71,11 +71,11 @@ class Branching:
 def law_of(play: Callable[[Branching], Outcome]) -> dict[Outcome, float]:
     """The exact law of `play`'s result, over everything it asks."""
     law: dict[Outcome, float] = defaultdict(float)
-    chance = Branching()
+    sampler = Branching()
     while True:
-        outcome = play(chance)
-        law[outcome] += chance.weight
-        if not chance.rewind():
+        outcome = play(sampler)
+        law[outcome] += sampler.weight
+        if not sampler.rewind():
             return dict(law)
 
 

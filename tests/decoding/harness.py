@@ -9,14 +9,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from dsbd_cli.decoding.chance import Chance
-from dsbd_cli.decoding.events import Iteration, Layer
-from dsbd_cli.decoding.forest import DraftLayer, Forest
-from dsbd_cli.decoding.law import Support
+from dsbd_cli.decoding.law.distribution import Support
+from dsbd_cli.decoding.law.sampling import Sampler
 from dsbd_cli.decoding.methods import decode, start
 from dsbd_cli.decoding.methods.dsbd import cover_layers, draw_layers
-from dsbd_cli.decoding.run import Run
-from dsbd_cli.decoding.tree import Node, Trie
+from dsbd_cli.decoding.methods.proposers import DraftLayer, Forest
+from dsbd_cli.decoding.methods.run import Run
+from dsbd_cli.decoding.tree.events import Iteration, Layer
+from dsbd_cli.decoding.tree.sequences import Node, Trie
 from dsbd_cli.settings import Settings
 from tests.decoding.enumerating import Asked, Branching, law_of
 from tests.decoding.reference import Outcome, T
@@ -61,13 +61,13 @@ class Toy:
             return "eos"
         return "length" if node.depth >= self.settings.max_new_tokens else None
 
-    def run(self, chance: Chance, draft_chance: Chance, state: State = State()) -> Run:
+    def run(self, sampler: Sampler, draft_sampler: Sampler, state: State = State()) -> Run:
         """A run that stands at `state`."""
         trie = Trie(self.ends, self.eos, self.settings.max_new_tokens)
         for model in self._models:
             model.prefill([], trie.root)
         target, draft = self._models[0], self._models[1] if len(self._models) > 1 else None
-        run = start(self.settings, target, draft, trie, chance, draft_chance)
+        run = start(self.settings, target, draft, trie, sampler, draft_sampler)
         run.hypotheses.active = [self.node(trie, path) for path in state.active]
         run.hypotheses.pool = [self.node(trie, path) for path in state.pool]
         return run
@@ -85,19 +85,19 @@ class Toy:
             node.score = parent.score + float(row.logps[list(row.tokens).index(token)])
         return node
 
-    def events(self, chance: Chance, draft_chance: Chance) -> tuple[Run, Iterator[Layer | Iteration]]:
-        run = self.run(chance, draft_chance)
+    def events(self, sampler: Sampler, draft_sampler: Sampler) -> tuple[Run, Iterator[Layer | Iteration]]:
+        run = self.run(sampler, draft_sampler)
         return run, decode(run, self.settings)
 
-    def outcome(self, chance: Chance, draft_chance: Chance) -> Outcome:
+    def outcome(self, sampler: Sampler, draft_sampler: Sampler) -> Outcome:
         """One whole run."""
-        run, events = self.events(chance, draft_chance)
+        run, events = self.events(sampler, draft_sampler)
         layers = [layer_set(event) for event in events if isinstance(event, Layer)]
         return outcome_of(run, tuple(layers))
 
     def law(self) -> dict[Outcome, float]:
         """The exact law of whole runs, every branch replayed from the first token to the last."""
-        return law_of(lambda chance: self.outcome(chance, chance))
+        return law_of(lambda sampler: self.outcome(sampler, sampler))
 
     def sequences(self) -> dict[Path, float]:
         """The exact law of the answer, iterations enumerated one by one."""
@@ -127,8 +127,8 @@ class Toy:
     def iteration_law(self, state: State) -> dict[tuple[Any, State, bool], float]:
         """One iteration of the method's own generator, from `state`: the law of what it leaves."""
 
-        def play(chance: Branching) -> tuple[Any, State, bool]:
-            run = self.run(chance, chance, state)
+        def play(sampler: Branching) -> tuple[Any, State, bool]:
+            run = self.run(sampler, sampler, state)
             layers = []
             for event in decode(run, self.settings):
                 if isinstance(event, Iteration):
@@ -145,8 +145,8 @@ class Toy:
     def forest_law(self, state: State) -> dict[tuple[DraftedLayer, ...], float]:
         """The law of the forest that `propose` draws at `state`."""
 
-        def play(chance: Branching) -> tuple[DraftedLayer, ...]:
-            forest = self.run(_NO, chance, state).propose()
+        def play(sampler: Branching) -> tuple[DraftedLayer, ...]:
+            forest = self.run(_NO, sampler, state).propose()
             return tuple(DraftedLayer.of(layer) for layer in forest.layers)
 
         return law_of(play)
@@ -157,14 +157,14 @@ class Toy:
         """What the generator makes of the first of `layers`: (layer, state, stopped, whether it goes on)."""
         generator = cover_layers if self.settings.verify == "cover" else draw_layers
 
-        def play(chance: Branching) -> tuple[Any, State, bool, bool]:
-            run = self.run(chance, _NO, state)
+        def play(sampler: Branching) -> tuple[Any, State, bool, bool]:
+            run = self.run(sampler, _NO, state)
             forest = Forest([layer.rebuild(run.trie) for layer in layers])
             run.advance(forest)
             events = generator(run, forest, self.settings.verify)
             layer = layer_set(next(events))
             following, stopped = state_of(run), run.hypotheses.stopped()
-            chance.closed = True
+            sampler.closed = True
             try:
                 next(events)
             except Asked:
@@ -183,14 +183,14 @@ class Toy:
             for depth in range(len(forest) + 1):
                 passing: dict[tuple[Any, State], float] = defaultdict(float)
                 for (history, at), share in live.items():
-                    for (layer, following, stopped, on), chance in self._layer(
+                    for (layer, following, stopped, on), sampler in self._layer(
                         at, forest[depth : depth + 1]
                     ).items():
                         longer = (*history, layer)
                         if on:
-                            passing[longer, following] += share * chance
+                            passing[longer, following] += share * sampler
                         else:
-                            law[longer, following, stopped] += share * chance
+                            law[longer, following, stopped] += share * sampler
                 live = passing
             assert not live
         return dict(law)
@@ -248,12 +248,12 @@ def outcome_of(run: Run, layers: tuple[frozenset[Path], ...]) -> Outcome:
 
 
 class _Silent:
-    """A chance that must not be asked."""
+    """A sampler that must not be asked."""
 
     def accept(self, numerator: float, denominator: float) -> bool:
         raise Asked
 
-    def picks(self, weights: Any, count: int) -> list[int]:
+    def sample(self, weights: Any, count: int) -> list[int]:
         raise Asked
 
 

@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from dsbd_cli.decoding.chance import SeededChance
-from dsbd_cli.decoding.events import Layer
-from dsbd_cli.decoding.methods import decode, draft_warp, rows_needed, start
-from dsbd_cli.decoding.run import Run
-from dsbd_cli.decoding.runner import HfTreeModel
-from dsbd_cli.decoding.tree import Node, Trie
+from dsbd_cli.decoding.law.sampling import SeededSampler
+from dsbd_cli.decoding.methods import decode, draft_processor, start, top_n_needed
+from dsbd_cli.decoding.methods.run import Run
+from dsbd_cli.decoding.model.hf_model import HfTreeModel
+from dsbd_cli.decoding.tree.events import Layer
+from dsbd_cli.decoding.tree.sequences import Node, Trie
 from dsbd_cli.settings import Settings
 
 KINDS = ("llama", "opt", "gpt2", "qwen2")
@@ -66,8 +66,8 @@ def play(
         return "eos" if node.token in eos else "length" if node.depth >= settings.max_new_tokens else None
 
     trie = Trie(ends, eos, settings.max_new_tokens)
-    target.prefill(prompt, trie.root, row_size=rows_needed(settings, len(eos)))
+    target.prefill(prompt, trie.root, top_n=top_n_needed(settings, len(eos)))
     if draft is not None:
-        draft.prefill(prompt, trie.root, row_size=draft_warp(settings).row_size)
-    run = start(settings, target, draft, trie, SeededChance(seed, 0), SeededChance(seed, 1))
+        draft.prefill(prompt, trie.root, top_n=draft_processor(settings).top_n)
+    run = start(settings, target, draft, trie, SeededSampler(seed, 0), SeededSampler(seed, 1))
     return run, [event for event in decode(run, settings) if isinstance(event, Layer)]

@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
-from dsbd_cli.decoding.law import Row, Support, Warp, joint
-from dsbd_cli.decoding.tree import Node
+from dsbd_cli.decoding.law.distribution import LogitsProcessor, Row, Support, joint
+from dsbd_cli.decoding.tree.sequences import Node
 
 Path = tuple[int, ...]
 PathLaw = Callable[[Path], np.ndarray]
@@ -101,7 +101,7 @@ class TableModel:
             self.forwarded.append(len(new))
             self._held |= new
 
-    def knows(self, node: Node) -> bool:
+    def has_logits(self, node: Node) -> bool:
         return node in self._known
 
     def row(self, node: Node, size: int) -> Row:
@@ -111,12 +111,14 @@ class TableModel:
         order = np.lexsort((np.arange(len(logps)), -logps))[: size or None]
         return Row(order.astype(np.int64), logps[order])
 
-    def joint(self, parents: Sequence[Node], scores: Sequence[float], warp: Warp) -> Support:
+    def joint(self, parents: Sequence[Node], scores: Sequence[float], processor: LogitsProcessor) -> Support:
         assert all(node in self._known for node in parents), "the law of an unknown node was asked"
         assert len(set(parents)) == len(parents) == len(scores)
-        key = (tuple(tuple(node.tokens()) for node in parents), tuple(scores), warp)
+        key = (tuple(tuple(node.tokens()) for node in parents), tuple(scores), processor)
         if key not in self._joints:
-            self._joints[key] = joint(scores, [self.row(node, warp.row_size) for node in parents], warp)
+            self._joints[key] = joint(
+                scores, [self.row(node, processor.top_n) for node in parents], processor
+            )
         return self._joints[key]
 
     def best(self, node: Node, count: int) -> tuple[np.ndarray, np.ndarray]:

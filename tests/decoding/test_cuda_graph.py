@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 import torch
 
-from dsbd_cli.decoding.cuda_graph import NODE_BUCKETS, node_bucket, pad, seen_inside, slot_bucket, why_not
-from dsbd_cli.decoding.dense_joint import dense_joint
-from dsbd_cli.decoding.law import Row, Warp, joint
-from dsbd_cli.decoding.runner import HfTreeModel
-from dsbd_cli.decoding.tree import Node
-from dsbd_cli.decoding.tree_pool import Plan
+from dsbd_cli.decoding.cache.tree_cache import Plan
+from dsbd_cli.decoding.forward.full_logits import dense_joint
+from dsbd_cli.decoding.forward.graphs import NODE_BUCKETS, node_bucket, pad, seen_inside, slot_bucket, why_not
+from dsbd_cli.decoding.law.distribution import LogitsProcessor, Row, joint
+from dsbd_cli.decoding.model.hf_model import HfTreeModel
+from dsbd_cli.decoding.tree.sequences import Node
 from tests.builders import VOCAB, rand
 
 
@@ -52,7 +52,7 @@ def test_replays_of_any_size_equal_plain_forwards(tmp_path):
     trees = [HfTreeModel(model, vocab_size=VOCAB, graphs=graphs) for graphs in (True, False)]
     root, rng = Node(-1, None), random.Random(0)
     for tree in trees:
-        tree.prefill([5, 6, 7], root, row_size=6)
+        tree.prefill([5, 6, 7], root, top_n=6)
     for count in [*range(1, 20), 33, 64, 65, 2, 1]:
         level = [Node(rng.randrange(VOCAB), root) for _ in range(count)]
         below = [Node(rng.randrange(VOCAB), node) for node in level[:3]]
@@ -73,7 +73,7 @@ def test_replays_of_any_size_equal_plain_forwards(tmp_path):
 
 
 def test_buffers_that_grow_are_recorded_anew(tmp_path, monkeypatch):
-    monkeypatch.setattr("dsbd_cli.decoding.runner._RECORDED_SIZES", (16, 4))
+    monkeypatch.setattr("dsbd_cli.decoding.model.hf_model._RECORDED_SIZES", (16, 4))
     model = rand(tmp_path, initializer_range=0.3)
     tree, root = HfTreeModel(model, vocab_size=VOCAB, graphs=True), Node(-1, None)
     tree.prefill([1, 2, 3], root)
@@ -93,12 +93,12 @@ def test_what_cannot_be_recorded_runs_as_it_is(tmp_path, monkeypatch):
     def broken(self, packed, slots, size):
         raise RuntimeError("operation not permitted when stream is capturing\nmore")
 
-    monkeypatch.setattr("dsbd_cli.decoding.cuda_graph.GraphForward._record", broken)
+    monkeypatch.setattr("dsbd_cli.decoding.forward.graphs.GraphForward._record", broken)
     tree, root = HfTreeModel(rand(tmp_path), vocab_size=VOCAB, graphs=True), Node(-1, None)
-    tree.prefill([1, 2, 3], root, row_size=2)
+    tree.prefill([1, 2, 3], root, top_n=2)
     node = Node(4, root)
     tree.forward([node])
-    assert tree.knows(node)
+    assert tree.has_logits(node)
     assert tree.notes == [
         "target: no CUDA graphs, recording failed (operation not permitted when stream is capturing)"
     ]
@@ -119,9 +119,9 @@ def test_the_joint_on_the_device_is_the_law(temperature, top_p, levels):
     # Equal rows under equal scores: ties by parent and by token.
     logits = torch.tensor(rng.integers(0, levels, (2, 200)) / levels * 6, dtype=torch.float32)
     logps = torch.log_softmax(torch.cat([logits, logits[:1]]), -1)
-    warp = Warp(temperature, 0, top_p)
+    processor = LogitsProcessor(temperature, 0, top_p)
     rows = [Row(np.arange(200), row.numpy().astype(np.float64)) for row in logps]
-    for ours, law in zip(dense_joint(scores, logps, warp), joint(scores, rows, warp), strict=True):
+    for ours, law in zip(dense_joint(scores, logps, processor), joint(scores, rows, processor), strict=True):
         assert np.allclose(ours, law, rtol=1e-12, atol=0)
     with pytest.raises(ValueError, match="best entries"):
-        dense_joint(scores, logps, Warp(1.0, 5, 1.0))
+        dense_joint(scores, logps, LogitsProcessor(1.0, 5, 1.0))

@@ -11,14 +11,14 @@ import numpy as np
 import pytest
 import torch
 
-from dsbd_cli.decoding.chance import SeededChance
-from dsbd_cli.decoding.device_chain import DeviceChain
-from dsbd_cli.decoding.device_draft import DeviceProposer
-from dsbd_cli.decoding.device_law import best_layer, draft_layer
-from dsbd_cli.decoding.law import Row, Warp, joint, most_probable
-from dsbd_cli.decoding.methods import decode, draft_warp, rows_needed, start
-from dsbd_cli.decoding.runner import HfTreeModel
-from dsbd_cli.decoding.tree import Node, Trie
+from dsbd_cli.decoding.device.chain_iteration import DeviceChain
+from dsbd_cli.decoding.device.law_torch import best_layer, draft_layer
+from dsbd_cli.decoding.device.proposer import DeviceProposer
+from dsbd_cli.decoding.law.distribution import LogitsProcessor, Row, joint, most_probable
+from dsbd_cli.decoding.law.sampling import SeededSampler
+from dsbd_cli.decoding.methods import decode, draft_processor, start, top_n_needed
+from dsbd_cli.decoding.model.hf_model import HfTreeModel
+from dsbd_cli.decoding.tree.sequences import Node, Trie
 from dsbd_cli.errors import RunError
 from dsbd_cli.settings import Settings
 from tests.builders import VOCAB, rand
@@ -98,10 +98,10 @@ def ends(budget, stop, eos):
 def begun(models, settings, seed, budget=30, stop=(), eos=EOS):
     target, draft = (*models, None)[:2]
     trie = Trie(ends(budget, stop, eos), eos, budget)
-    target.prefill(PROMPT, trie.root, row_size=rows_needed(settings, len(eos)))
+    target.prefill(PROMPT, trie.root, top_n=top_n_needed(settings, len(eos)))
     if draft is not None:
-        draft.prefill(PROMPT, trie.root, row_size=draft_warp(settings).row_size)
-    return start(settings, target, draft, trie, SeededChance(seed, 0), SeededChance(seed, 1))
+        draft.prefill(PROMPT, trie.root, top_n=draft_processor(settings).top_n)
+    return start(settings, target, draft, trie, SeededSampler(seed, 0), SeededSampler(seed, 1))
 
 
 def told(models, settings, seed, **more):
@@ -235,7 +235,7 @@ def test_what_cannot_be_recorded_is_drafted_step_by_step(pair, monkeypatch):
 
     settings = settings_of("paper")
     wanted = told(trees(pair, None), settings, 1)
-    monkeypatch.setattr("dsbd_cli.decoding.device_loop.DeviceLoop._record", broken)
+    monkeypatch.setattr("dsbd_cli.decoding.device.iteration.DeviceLoop._record", broken)
     models = trees(pair, True)
     assert told(models, settings, 1) == wanted
     assert models[0].notes == ["target: drafting step by step, an iteration cannot be recorded (no)"]
@@ -248,7 +248,7 @@ def test_where_iterations_cannot_be_chained_the_host_verifies(pair, monkeypatch)
 
     settings = settings_of("cover")
     wanted = told(trees(pair, None), settings, 1)
-    monkeypatch.setattr("dsbd_cli.decoding.device_chain.DeviceChain._record", broken)
+    monkeypatch.setattr("dsbd_cli.decoding.device.chain_iteration.DeviceChain._record", broken)
     models = trees(pair, True)
     assert told(models, settings, 1)[:3] == wanted[:3]
     assert models[0].notes == ["target: the host verifies, iterations cannot be chained (no)"]
@@ -292,7 +292,7 @@ def test_one_kept_beam_is_not_chained_without_a_draft_either(pair):
 
 
 def test_recorded_iterations_are_kept_up_to_a_number(pair, monkeypatch):
-    monkeypatch.setattr("dsbd_cli.decoding.runner._MOST_ITERATIONS", 2)
+    monkeypatch.setattr("dsbd_cli.decoding.model.hf_model._MOST_ITERATIONS", 2)
     models = trees(pair, True)
     for temperature in (0.5, 0.6, 0.5, 0.7):
         told(models, settings_of("cover", temperature=temperature), 0, budget=6)
@@ -353,7 +353,7 @@ def test_what_the_device_decided_is_there_for_a_prompt_that_goes_on(pair, way):
         for target, reuse in ((models[0], True), (fresh[0], False)):
             shared = len(target.pool.shared_prefix(prompt)) if reuse else 0
             root = Node(-1, None)
-            target.prefill(prompt, root, row_size=10, reuse=reuse)
+            target.prefill(prompt, root, top_n=10, reuse=reuse)
             rows.append((shared, *target.best(root, 10)))
         assert rows[0][0] == len(prompt) - 2
         assert np.array_equal(rows[0][1], rows[1][1])
@@ -363,7 +363,7 @@ def test_what_the_device_decided_is_there_for_a_prompt_that_goes_on(pair, way):
 def test_chained_iterations_go_on_through_growing_buffers(pair, monkeypatch):
     settings, said = settings_of("cover"), []
     let_go = []
-    monkeypatch.setattr("dsbd_cli.decoding.cuda_graph.Recorder.forget", lambda self: let_go.append(self))
+    monkeypatch.setattr("dsbd_cli.decoding.forward.graphs.Recorder.forget", lambda self: let_go.append(self))
     for graphs in (True, None):
         models = trees(pair, graphs)
         for model in models:
@@ -419,31 +419,37 @@ def test_a_draft_at_the_end_of_its_context_is_noticed(pair):
 
 
 @pytest.mark.parametrize(
-    "warp",
-    [Warp(0.7, 6, 0.8), Warp(1.0, 3, 1.0), Warp(0.0, 6, 1.0), Warp(2.0, 9, 0.3), Warp(1.0, 5, 0.0)],
+    "processor",
+    [
+        LogitsProcessor(0.7, 6, 0.8),
+        LogitsProcessor(1.0, 3, 1.0),
+        LogitsProcessor(0.0, 6, 1.0),
+        LogitsProcessor(2.0, 9, 0.3),
+        LogitsProcessor(1.0, 5, 0.0),
+    ],
 )
-def test_the_law_on_the_device_is_the_law(warp):
+def test_the_law_on_the_device_is_the_law(processor):
     rng = np.random.default_rng(0)
-    size = max(1, warp.row_size)
+    size = max(1, processor.top_n)
     for trial in range(200):
         parents = int(rng.integers(1, 6))
         logps = torch.log_softmax(torch.tensor(3 * rng.normal(size=(parents, 50)), dtype=torch.float32), -1)
         values, ids = torch.topk(logps, size)
         scores = rng.normal(size=parents)
         rows = [Row(i.numpy(), v.double().numpy()) for i, v in zip(ids, values, strict=True)]
-        law = joint(scores, rows, warp)
-        picks = SeededChance(trial, 0).picks(law.prob, 6)
+        law = joint(scores, rows, processor)
+        sample = SeededSampler(trial, 0).sample(law.prob, 6)
         # One place more, as where there are fewer beams than there may be.
         wide = torch.tensor([*scores, -np.inf])
         more = [torch.cat([part, part[:1]]) for part in (ids, values)]
-        got = draft_layer(wide, *more, warp, torch.tensor(SeededChance(trial, 0).peek(6)))
+        got = draft_layer(wide, *more, processor, torch.tensor(SeededSampler(trial, 0).peek(6)))
         inside = got.prob > 0
         assert np.allclose(got.prob[inside], law.prob, rtol=1e-12, atol=0)
         assert np.array_equal(got.parent[inside], law.parent)
         assert np.array_equal(got.token[inside], law.token)
-        assert np.array_equal(got.token[got.draws], law.token[picks])
-        first = [picks.index(pick) == i for i, pick in enumerate(picks)]
+        assert np.array_equal(got.token[got.draws], law.token[sample])
+        first = [sample.index(pick) == i for i, pick in enumerate(sample)]
         assert torch.isfinite(got.scores).tolist() == first
         best = best_layer(wide, *more, size)
-        exact = joint(scores, rows, Warp(top_k=size))
+        exact = joint(scores, rows, LogitsProcessor(top_k=size))
         assert np.array_equal(best.token, exact.token[most_probable(exact, size)])

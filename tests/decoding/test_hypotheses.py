@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from dsbd_cli.decoding.hypotheses import Hypotheses
-from dsbd_cli.decoding.tree import Node
+from dsbd_cli.decoding.tree.hypotheses import Hypotheses
+from dsbd_cli.decoding.tree.sequences import Node
 
 
 def chain(score: float, depth: int, finish: str | None = None, token: int = 0) -> Node:

@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from dsbd_cli.decoding.kv_pool import SPARE, MaskTable, Slots, TreeCache
+from dsbd_cli.decoding.cache.kv_buffer import SPARE, KVBuffer, Slots, TreeMasks
 
 
 def test_slots_are_lowest_first_and_never_the_spare():
@@ -56,7 +56,7 @@ def test_random_take_and_give_never_hand_out_a_slot_twice():
 
 
 def test_cache_writes_at_slots_and_keeps_them_when_it_grows():
-    cache = TreeCache(4)
+    cache = KVBuffer(4)
     cache.slots, cache.used = torch.tensor([3, 1]), 4
     first = torch.arange(12.0).reshape(1, 3, 2, 2)
     keys, values = cache.update(first, -first, 0)
@@ -74,7 +74,7 @@ def test_cache_writes_at_slots_and_keeps_them_when_it_grows():
 
 
 def test_mask_rows_descend_from_their_parents_through_growth():
-    masks = MaskTable(2, 4, torch.float32, torch.device("cpu"))
+    masks = TreeMasks(2, 4, torch.float32, torch.device("cpu"))
     root, child, grandchild = masks.take(1)[0], *masks.take(2)  # the second call doubles the rows
     masks.show(root, torch.tensor([1]))
     inside = torch.tensor([[True, False], [True, True]])

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
-from dsbd_cli.decoding.law import Row, Support, Warp, joint, most_probable, residual
+from dsbd_cli.decoding.law.distribution import LogitsProcessor, Row, Support, joint, most_probable, residual
 from tests.decoding.reference import T, warped
 
 # A coarse grid, so that equal weights are common; -inf is a token without mass.
@@ -69,7 +69,7 @@ def on_a_border(scores: list[float], logps: np.ndarray, t: T) -> bool:
 def test_equals_the_dense_law(table: tuple[list[float], np.ndarray], t: T) -> None:
     scores, logps = table
     assume(not on_a_border(scores, logps, t))
-    support = joint(scores, rows_of(logps, 0), Warp(*t))
+    support = joint(scores, rows_of(logps, 0), LogitsProcessor(*t))
     assert as_dict(support) == pytest.approx(dense(scores, logps, t), abs=1e-12)
     assert support.prob.sum() == pytest.approx(1, abs=1e-12)
     assert np.all(support.prob > 0)
@@ -83,9 +83,9 @@ def test_equals_the_dense_law(table: tuple[list[float], np.ndarray], t: T) -> No
 @example(([0.0, 0.0], np.full((2, 4), -1.0)), T(1.0, 3, 1.0))
 def test_the_best_k_of_each_row_decide_the_joint(table: tuple[list[float], np.ndarray], t: T) -> None:
     scores, logps = table
-    warp = Warp(*t)
-    whole = joint(scores, rows_of(logps, 0), warp)
-    cut = joint(scores, rows_of(logps, warp.row_size), warp)
+    processor = LogitsProcessor(*t)
+    whole = joint(scores, rows_of(logps, 0), processor)
+    cut = joint(scores, rows_of(logps, processor.top_n), processor)
     for column, same in zip(whole, cut, strict=True):
         np.testing.assert_array_equal(column, same)
 
@@ -93,23 +93,29 @@ def test_the_best_k_of_each_row_decide_the_joint(table: tuple[list[float], np.nd
 def test_t_acts_in_order_temperature_then_k_then_p() -> None:
     logps = np.log(np.array([[0.5, 0.3, 0.15, 0.05]]))
     # Squared and cut to three: 25 : 9 : 2.25; of that mass the first has 0.69, so p 0.7 keeps two.
-    support = joint([0.0], rows_of(logps, 0), Warp(0.5, 3, 0.7))
+    support = joint([0.0], rows_of(logps, 0), LogitsProcessor(0.5, 3, 0.7))
     assert as_dict(support) == pytest.approx({(0, 0): 25 / 34, (0, 1): 9 / 34})
     # Of the mass BEFORE top-k the first two have 0.9328 (< 0.934); of what top-k left, 0.9379.
-    assert len(joint([0.0], rows_of(logps, 0), Warp(0.5, 3, 0.934)).prob) == 2
+    assert len(joint([0.0], rows_of(logps, 0), LogitsProcessor(0.5, 3, 0.934)).prob) == 2
 
 
 def test_ties_go_to_the_earlier_parent_then_to_the_lower_token() -> None:
     flat = np.full((3, 4), -1.0)
-    assert list(as_dict(joint([0.0] * 3, rows_of(flat, 0), Warp(1.0, 6, 1.0)))) == [
+    assert list(as_dict(joint([0.0] * 3, rows_of(flat, 0), LogitsProcessor(1.0, 6, 1.0)))) == [
         (0, 0), (0, 1), (0, 2), (0, 3), (1, 0), (1, 1),
     ]  # fmt: skip
     # The later parent's higher score comes first, whatever its place.
-    assert list(as_dict(joint([0.0, 0.5, 0.0], rows_of(flat, 0), Warp(1.0, 5, 1.0)))) == [
+    assert list(as_dict(joint([0.0, 0.5, 0.0], rows_of(flat, 0), LogitsProcessor(1.0, 5, 1.0)))) == [
         (0, 0), (1, 0), (1, 1), (1, 2), (1, 3),
     ]  # fmt: skip
-    for warp in (Warp(0.0), Warp(1.0, 1), Warp(1.0, 0, 0.0), Warp(1e-6, 1), Warp(1.0, 0, 1e-12)):
-        assert as_dict(joint([0.0] * 3, rows_of(flat, warp.row_size), warp)) == {(0, 0): 1.0}
+    for processor in (
+        LogitsProcessor(0.0),
+        LogitsProcessor(1.0, 1),
+        LogitsProcessor(1.0, 0, 0.0),
+        LogitsProcessor(1e-6, 1),
+        LogitsProcessor(1.0, 0, 1e-12),
+    ):
+        assert as_dict(joint([0.0] * 3, rows_of(flat, processor.top_n), processor)) == {(0, 0): 1.0}
 
 
 @pytest.mark.parametrize("tau", [1e-6, 1e-300, 5e-324])
@@ -117,13 +123,13 @@ def test_ties_go_to_the_earlier_parent_then_to_the_lower_token() -> None:
 def test_a_tiny_temperature_is_greedy_and_quiet(tau: float, k: int, p: float) -> None:
     logps = np.array([[-50.0, -1.0, -3.0, -math.inf], [-1.5, -700.0, -2.0, -1.2]])
     with np.errstate(all="raise", under="ignore"):
-        support = joint([-500.0, -500.3], rows_of(logps, k), Warp(tau, k, p))
+        support = joint([-500.0, -500.3], rows_of(logps, k), LogitsProcessor(tau, k, p))
     assert as_dict(support) == {(0, 1): 1.0}
 
 
 def test_equal_best_share_a_tiny_temperature() -> None:
     logps = np.array([[-1.0, -1.0, -1.1]])
-    assert as_dict(joint([0.0], rows_of(logps, 0), Warp(1e-6))) == {(0, 0): 0.5, (0, 1): 0.5}
+    assert as_dict(joint([0.0], rows_of(logps, 0), LogitsProcessor(1e-6))) == {(0, 0): 0.5, (0, 1): 0.5}
 
 
 @pytest.mark.parametrize("top_p", [0.05, 0.5, 0.9, 0.999, 1 - 1e-12])
@@ -138,7 +144,7 @@ def test_head_search_past_its_first_guess(top_p: float, tau: float) -> None:
     scores = [-1.0, -0.3, -1.4]
     t = T(tau, 0, top_p)
     expected = dense(scores, logps, t)
-    found = as_dict(joint(scores, rows_of(logps, 0), Warp(*t)))
+    found = as_dict(joint(scores, rows_of(logps, 0), LogitsProcessor(*t)))
     assert found.keys() == expected.keys()
     assert found == pytest.approx(expected, abs=1e-12)
     if top_p > 0.5 and tau >= 1:
@@ -148,7 +154,7 @@ def test_head_search_past_its_first_guess(top_p: float, tau: float) -> None:
 def test_a_k_above_the_vocabulary_is_no_filter() -> None:
     logps = np.log(np.array([[0.5, 0.3, 0.2]]))
     for k in (3, 4, 1_000_000):
-        assert as_dict(joint([0.0], rows_of(logps, k), Warp(1.0, k, 1.0))) == pytest.approx(
+        assert as_dict(joint([0.0], rows_of(logps, k), LogitsProcessor(1.0, k, 1.0))) == pytest.approx(
             {(0, 0): 0.5, (0, 1): 0.3, (0, 2): 0.2}
         )
 
@@ -162,9 +168,9 @@ def test_residual() -> None:
 
 def test_most_probable_breaks_ties_by_parent_then_token() -> None:
     logps = np.log(np.array([[0.2, 0.4, 0.4], [0.4, 0.2, 0.4]]))
-    support = joint([0.0, 0.0], rows_of(logps, 0), Warp())
-    picks = most_probable(support, 4)
-    assert [(int(support.parent[i]), int(support.token[i])) for i in picks] == [
+    support = joint([0.0, 0.0], rows_of(logps, 0), LogitsProcessor())
+    sample = most_probable(support, 4)
+    assert [(int(support.parent[i]), int(support.token[i])) for i in sample] == [
         (0, 1),
         (0, 2),
         (1, 0),

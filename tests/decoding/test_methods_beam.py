@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from dsbd_cli.decoding.chance import SeededChance
-from dsbd_cli.decoding.events import Layer
+from dsbd_cli.decoding.law.sampling import SeededSampler
+from dsbd_cli.decoding.tree.events import Layer
 from tests.decoding.enumerating import total_variation
 from tests.decoding.harness import Toy, settings_for
 from tests.decoding.reference import Outcome, T, p_beam, set_process
@@ -124,7 +124,7 @@ def test_width_1_with_one_draw_is_speculative_sampling(verify: str, t: T) -> Non
     assert total_variation(law, expected("bad", t, 3, width=1)) < 1e-9
     # And not only in law: the same answers to the same questions.
     for seed in range(100):
-        runs = [toy_.outcome(SeededChance(seed, 0), SeededChance(seed, 1)) for toy_ in (case, other)]
+        runs = [toy_.outcome(SeededSampler(seed, 0), SeededSampler(seed, 1)) for toy_ in (case, other)]
         assert runs[0] == runs[1]
 
 
@@ -182,7 +182,7 @@ def test_an_equal_draft_is_accepted_whole_and_a_disjoint_one_never(verify: str) 
     for draft, verdict in (("equal", True), ("disjoint", False)):
         case = toy(draft, ON, 6, method="dsbd", verify=verify, gamma=3, draft_width=2)
         for seed in range(200):
-            _, events = case.events(SeededChance(seed, 0), SeededChance(seed, 1))
+            _, events = case.events(SeededSampler(seed, 0), SeededSampler(seed, 1))
             verdicts = [v for event in events if isinstance(event, Layer) for v in event.verdicts]
             assert verdicts
             assert set(verdicts) == {verdict}
@@ -197,7 +197,7 @@ def test_chi_square_of_5000_seeds(method: str, draft: str) -> None:
     if method != "beam":
         given = {"method": "dsbd", "verify": method, "gamma": 2, "draft_width": 3}
     case, runs = toy(draft, ON, 3, **given), 5000
-    counts = Counter(case.outcome(SeededChance(seed, 0), SeededChance(seed, 1)) for seed in range(runs))
+    counts = Counter(case.outcome(SeededSampler(seed, 0), SeededSampler(seed, 1)) for seed in range(runs))
     law = expected(draft, ON, 3)
     assert counts.keys() <= law.keys()
     common = [outcome for outcome in law if law[outcome] * runs >= 5]
@@ -215,5 +215,5 @@ def test_cover_is_beam_at_the_same_seed(draft: str, t: T) -> None:
     plain = toy(draft, t, 6, method="beam", width=3)
     cover = toy(draft, t, 6, method="dsbd", verify="cover", width=3, gamma=3, draft_width=4)
     for seed in range(100):
-        one = plain.outcome(SeededChance(seed, 0), SeededChance(seed, 1))
-        assert one == cover.outcome(SeededChance(seed, 0), SeededChance(seed + 7, 1))
+        one = plain.outcome(SeededSampler(seed, 0), SeededSampler(seed, 1))
+        assert one == cover.outcome(SeededSampler(seed, 0), SeededSampler(seed + 7, 1))

@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dsbd_cli.decoding.chance import SeededChance
-from dsbd_cli.decoding.events import Iteration, Layer
-from dsbd_cli.decoding.run import Run
+from dsbd_cli.decoding.law.sampling import SeededSampler
+from dsbd_cli.decoding.methods.run import Run
+from dsbd_cli.decoding.tree.events import Iteration, Layer
 from tests.decoding.harness import Toy, path_of, settings_for
 from tests.decoding.reference import T, logprob, p_beam
 from tests.decoding.table_model import PathLaw, TableModel, by_last, by_path
@@ -38,7 +38,7 @@ def toy(method: str, target: PathLaw, draft: PathLaw, t: T = OFF, budget: int = 
 
 
 def play(case: Toy, seed: int) -> tuple[Run, list[Layer], list[Iteration]]:
-    run, events = case.events(SeededChance(seed, 0), SeededChance(seed, 1))
+    run, events = case.events(SeededSampler(seed, 0), SeededSampler(seed, 1))
     layers: list[Layer] = []
     iterations: list[Iteration] = []
     for event in events:
@@ -71,7 +71,7 @@ def test_a_beam_that_ended_stays_and_is_not_extended(method: str) -> None:
     seen_both = False
     for seed in range(40):
         case = toy(method, target, DRAFTS["bad"][1], ON, budget=8, width=4, early_stopping="never")
-        run, events = case.events(SeededChance(seed, 0), SeededChance(seed, 1))
+        run, events = case.events(SeededSampler(seed, 0), SeededSampler(seed, 1))
         ended: list[Any] = []
         for event in events:
             assert run.hypotheses.pool[: len(ended)] == ended
@@ -224,7 +224,7 @@ def test_an_exhausted_draft_is_said_and_decoding_goes_on() -> None:
 def test_the_table_model_cuts_rows_like_a_real_one() -> None:
     """The ground the laws stand on: rows best first, ties to the lower id."""
     model = TableModel(by_last(np.array([[0.2, 0.4, 0.0, 0.4]])))
-    run = toy("beam", TARGET, TARGET).run(SeededChance(0, 0), SeededChance(0, 1))
+    run = toy("beam", TARGET, TARGET).run(SeededSampler(0, 0), SeededSampler(0, 1))
     row = model.row(run.trie.root, 0)
     assert row.tokens.tolist() == [1, 3, 0, 2]
     assert model.row(run.trie.root, 2).tokens.tolist() == [1, 3]

@@ -13,12 +13,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dsbd_cli.decoding import width as width_module
-from dsbd_cli.decoding.chance import Chance
-from dsbd_cli.decoding.forest import DraftModelProposer
-from dsbd_cli.decoding.hypotheses import Hypotheses
-from dsbd_cli.decoding.law import residual
-from dsbd_cli.decoding.verify import Verified, verify_draws
+from dsbd_cli.decoding.law import width as width_module
+from dsbd_cli.decoding.law.distribution import residual
+from dsbd_cli.decoding.law.sampling import Sampler
+from dsbd_cli.decoding.law.verification import Verified, verify_draws
+from dsbd_cli.decoding.methods.proposers import DraftModelProposer
+from dsbd_cli.decoding.tree.hypotheses import Hypotheses
 from tests.decoding.enumerating import law_of, total_variation
 from tests.decoding.harness import State, Toy, settings_for
 from tests.decoding.reference import set_process
@@ -41,16 +41,16 @@ def toy(budget: int = 4, **given: Any) -> Toy:
 
 
 def variant(
-    accept: Callable[[float, float, Chance], bool] | None = None,
+    accept: Callable[[float, float, Sampler], bool] | None = None,
     rest: Callable[[np.ndarray, np.ndarray], np.ndarray] = residual,
     dead_count: bool = True,
     restart: bool = True,
     first_fill: bool = True,
 ) -> Callable[..., Verified]:
     """`verify_draws`, one line changed."""
-    accept = accept or (lambda p, q, chance: chance.accept(p, q))
+    accept = accept or (lambda p, q, sampler: sampler.accept(p, q))
 
-    def verify(p: np.ndarray, q: np.ndarray, draws: list[int], width: int, chance: Chance) -> Verified:
+    def verify(p: np.ndarray, q: np.ndarray, draws: list[int], width: int, sampler: Sampler) -> Verified:
         slots: list[int] = []
         verdicts: list[bool] = []
         current = p
@@ -59,7 +59,7 @@ def variant(
                 break
             if draw < 0 and not dead_count:
                 continue
-            verdicts.append(draw >= 0 and current[draw] > 0 and accept(current[draw], q[draw], chance))
+            verdicts.append(draw >= 0 and current[draw] > 0 and accept(current[draw], q[draw], sampler))
             if verdicts[-1]:
                 slots.append(draw)
                 current = p if restart else current
@@ -67,8 +67,8 @@ def variant(
                 current = rest(current, q)
         passed = len(slots) == width
         if not passed:
-            slots += chance.picks(current if first_fill else p, 1)
-            slots += chance.picks(p, width - len(slots)) if len(slots) < width else []
+            slots += sampler.sample(current if first_fill else p, 1)
+            slots += sampler.sample(p, width - len(slots)) if len(slots) < width else []
         return Verified(tuple(slots), tuple(verdicts), passed)
 
     return verify
@@ -79,7 +79,7 @@ def twice(p: np.ndarray, q: np.ndarray) -> np.ndarray:
 
 
 ERRATA = {
-    "ratio q / p'": variant(accept=lambda p, q, chance: chance.accept(q, p)),
+    "ratio q / p'": variant(accept=lambda p, q, sampler: sampler.accept(q, p)),
     "q subtracted twice": variant(rest=twice),
     "draws under dead parents left out, q not conditioned": variant(dead_count=False),
     "no new chain after an accept": variant(restart=False),
@@ -161,9 +161,9 @@ def test_a_width_that_looks_at_the_draws_breaks_the_law(monkeypatch: pytest.Monk
     p, q = PAIRS["other order"]
 
     def law(width: Callable[[list[int]], int]) -> dict[int, float]:
-        def play(chance: Any) -> int:
-            draws = drawn(q, 2, chance)
-            return verify_draws(p, q, draws, width(draws), chance).slots[-1]
+        def play(sampler: Any) -> int:
+            draws = drawn(q, 2, sampler)
+            return verify_draws(p, q, draws, width(draws), sampler).slots[-1]
 
         return law_of(play)
 
@@ -175,7 +175,7 @@ def test_a_width_that_looks_at_the_draws_breaks_the_law(monkeypatch: pytest.Monk
 @pytest.mark.parametrize("name", ["other order", "random 0", "random 1"])
 def test_printed_width_formulas_are_wrong(name: str) -> None:
     p, q = PAIRS[name]
-    counts = law_of(lambda chance: verify_draws(p, q, drawn(q, 3, chance), 3, chance).accepted)
+    counts = law_of(lambda sampler: verify_draws(p, q, drawn(q, 3, sampler), 3, sampler).accepted)
     exact = np.array([counts.get(k, 0.0) for k in range(4)])
     mine = width_module.accept_counts(width_module.acceptances(p, q, 3))
     np.testing.assert_allclose(mine, exact, atol=1e-12)

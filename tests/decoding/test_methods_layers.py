@@ -11,13 +11,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dsbd_cli.decoding.events import Iteration
-from dsbd_cli.decoding.forest import DraftLayer, Forest
-from dsbd_cli.decoding.hypotheses import Hypotheses
-from dsbd_cli.decoding.law import Support
+from dsbd_cli.decoding.law.distribution import Support
 from dsbd_cli.decoding.methods import decode
 from dsbd_cli.decoding.methods.dsbd import cover_layers, verify_layer
-from dsbd_cli.decoding.tree import Node
+from dsbd_cli.decoding.methods.proposers import DraftLayer, Forest
+from dsbd_cli.decoding.tree.events import Iteration
+from dsbd_cli.decoding.tree.hypotheses import Hypotheses
+from dsbd_cli.decoding.tree.sequences import Node
 from tests.decoding.enumerating import Branching, law_of, total_variation
 from tests.decoding.harness import DraftedLayer, State, Toy, find, layer_set, path_of, settings_for, state_of
 from tests.decoding.reference import T, logprob, p_beam
@@ -41,7 +41,7 @@ def conditional(law: dict[Any, float]) -> dict[Any, float]:
 
 
 def hand_made(
-    run: Any, parents: list[Path], q: dict[Path, float], draws: int, chance: Branching
+    run: Any, parents: list[Path], q: dict[Path, float], draws: int, sampler: Branching
 ) -> DraftLayer:
     """A drafted layer from any q over any parents, recorded as it was drawn from."""
     paths = sorted(q, key=lambda path: (parents.index(path[:-1]), path[-1]))
@@ -51,7 +51,7 @@ def hand_made(
         np.zeros(len(paths)),
         np.array([q[path] for path in paths]),
     )
-    nodes = [find(run.trie, paths[i]) for i in chance.picks(support.prob, draws)]
+    nodes = [find(run.trie, paths[i]) for i in sampler.sample(support.prob, draws)]
     return DraftLayer([find(run.trie, parent) for parent in parents], support, nodes)
 
 
@@ -83,10 +83,10 @@ def test_slots_are_iid_whatever_was_drafted(t: T, draws: int, order: str, thresh
     q = some_q(parents, seed=len(order))
     widths = set()
 
-    def play(chance: Branching) -> Slots:
-        run = case.run(chance, chance, THREE)
+    def play(sampler: Branching) -> Slots:
+        run = case.run(sampler, sampler, THREE)
         run.advance(Forest())
-        layer = verify_layer(run, hand_made(run, parents, q, draws, chance), 0)
+        layer = verify_layer(run, hand_made(run, parents, q, draws, sampler), 0)
         widths.add(len(layer.slots))
         assert layer.examined == len(layer.verdicts) <= draws
         assert layer.accepted == sum(layer.verdicts) <= len(layer.slots)
@@ -104,8 +104,8 @@ def test_slots_are_iid_whatever_was_drafted(t: T, draws: int, order: str, thresh
 def drafted_layers(case: Toy, state: State) -> Callable[[Branching], tuple[Any, Slots]]:
     """Play two layers of one forest; the outcome of the second, keyed by all that its p and q depend on."""
 
-    def play(chance: Branching) -> tuple[Any, Slots]:
-        run = case.run(chance, chance, state)
+    def play(sampler: Branching) -> tuple[Any, Slots]:
+        run = case.run(sampler, sampler, state)
         forest = run.propose()
         run.advance(forest)
         first = verify_layer(run, forest.layers[0], 0)
@@ -154,8 +154,8 @@ def test_cover_with_a_threshold(t: T, threshold: float) -> None:
     case = Toy(TARGET, OTHER, settings, EOS)
     held: Slots = ((0, 1), (2, 2), (5, 1))
 
-    def play(chance: Branching) -> Slots:
-        run = case.run(chance, chance, THREE)
+    def play(sampler: Branching) -> Slots:
+        run = case.run(sampler, sampler, THREE)
         nodes = [find(run.trie, path) for path in held]
         parents = list(dict.fromkeys(node.parent for node in nodes if node.parent))
         empty = Support(*(np.array([]) for _ in range(4)))
@@ -195,8 +195,8 @@ def test_one_cache_keeps_the_best_active_of_every_iteration(verify: str) -> None
 def whole_iterations(case: Toy, state: State) -> dict[Any, float]:
     """The law of (layers, state, stopped) right after an iteration was closed."""
 
-    def play(chance: Branching) -> Any:
-        run = case.run(chance, chance, state)
+    def play(sampler: Branching) -> Any:
+        run = case.run(sampler, sampler, state)
         layers: list[frozenset[Path]] = []
         for event in decode(run, case.settings):
             if isinstance(event, Iteration):

@@ -12,7 +12,7 @@ import pytest
 import torch
 from scipy import stats
 
-from dsbd_cli.decoding.runner import HfTreeModel
+from dsbd_cli.decoding.model.hf_model import HfTreeModel
 from dsbd_cli.settings import Settings
 from tests.builders import markov
 from tests.decoding.real import KINDS, play, tiny, tree_model

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from dsbd_cli.decoding.chance import SeededChance
+from dsbd_cli.decoding.law.sampling import SeededSampler
 from tests.decoding.enumerating import total_variation
 from tests.decoding.harness import Toy, settings_for
 from tests.decoding.reference import T, sequence_law
@@ -85,7 +85,7 @@ def test_chi_square_of_5000_seeds(method: str, draft: str) -> None:
     runs = 5000
     case = toy(method, draft, ON)
     counts = Counter(
-        case.outcome(SeededChance(seed, 0), SeededChance(seed, 1)).answer for seed in range(runs)
+        case.outcome(SeededSampler(seed, 0), SeededSampler(seed, 1)).answer for seed in range(runs)
     )
     law = expected(draft, ON, 3)
     assert counts.keys() <= law.keys()
@@ -108,7 +108,7 @@ def test_greedy_is_the_argmax_of_every_step(method: str, t: T) -> None:
     if t.tau == 1e-6:  # not greedy: equal ones share, so no ties here
         table = table + np.array([0, 0.004, 0.002, -0.006])
     case = Toy(by_last(table), None if method == "multinomial" else by_last(table[::-1]), settings, EOS)
-    answers = {case.outcome(SeededChance(seed, 0), SeededChance(seed, 1)).answer for seed in range(20)}
+    answers = {case.outcome(SeededSampler(seed, 0), SeededSampler(seed, 1)).answer for seed in range(20)}
     greedy: list[int] = []
     last = 0
     while len(greedy) < 5 and last != 3:
@@ -121,7 +121,7 @@ def test_greedy_is_the_argmax_of_every_step(method: str, t: T) -> None:
 def test_a_draft_equal_to_the_target_is_always_accepted(method: str) -> None:
     case = toy(method, "equal", ON)
     for seed in range(200):
-        _, events = case.events(SeededChance(seed, 0), SeededChance(seed, 1))
+        _, events = case.events(SeededSampler(seed, 0), SeededSampler(seed, 1))
         layers = [event for event in events if hasattr(event, "verdicts")]
         assert all(all(layer.verdicts) for layer in layers)
         assert any(layer.verdicts for layer in layers)

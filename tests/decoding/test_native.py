@@ -9,8 +9,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from dsbd_cli.decoding import native
-from dsbd_cli.decoding.native import Kernels
+from dsbd_cli.decoding.forward import native
+from dsbd_cli.decoding.forward.native import Kernels
 
 DTYPES = [torch.float32, torch.bfloat16]
 

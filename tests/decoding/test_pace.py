@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dsbd_cli.decoding.chance import SeededChance
-from dsbd_cli.decoding.law import Support, most_probable
+from dsbd_cli.decoding.law.distribution import Support, most_probable
+from dsbd_cli.decoding.law.draft_length import DraftLength
+from dsbd_cli.decoding.law.sampling import SeededSampler
 from dsbd_cli.decoding.methods import forest_mass
-from dsbd_cli.decoding.pace import Pace
 from tests.decoding.enumerating import total_variation
 from tests.decoding.harness import Toy, settings_for
 from tests.decoding.reference import T
@@ -22,7 +22,7 @@ from tests.decoding.toys import DRAFTS, EOS, OFF, ON
 def spare(monkeypatch):
     """Forests as on a CPU: `start` finds a price of a layer."""
     monkeypatch.delenv("DSBD_FIXED_FOREST", raising=False)
-    monkeypatch.setattr(TableModel, "layer_price", lambda self, draft: 0.3, raising=False)
+    monkeypatch.setattr(TableModel, "relative_cost", lambda self, draft: 0.3, raising=False)
 
 
 def toy(verify: str, draft: str, t: T, **given: Any) -> Toy:
@@ -36,7 +36,7 @@ def test_the_law_of_whole_runs_is_that_of_beam_sampling(spare, verify, draft):
     t = T(0.9, 2, 0.9)
     plain = Toy(DRAFTS[draft][0], None, settings_for(t, method="beam", early_stopping="first"), EOS)
     case = toy(verify, draft, t, gamma=2)
-    assert case.run(SeededChance(0, 0), SeededChance(0, 1)).pace is not None
+    assert case.run(SeededSampler(0, 0), SeededSampler(0, 1)).draft_length is not None
     assert total_variation(case.law(), plain.law()) < 1e-9
 
 
@@ -47,45 +47,45 @@ def test_cover_says_what_beam_says_token_for_token(spare, draft, t):
     plain = Toy(DRAFTS[draft][0], None, settings_for(t, method="beam", max_new_tokens=12), EOS)
     plain.settings = plain.settings.merged({"early_stopping": "first"})
     for seed in range(25):
-        said = [one.outcome(SeededChance(seed, 0), SeededChance(seed, 1)) for one in (case, plain)]
+        said = [one.outcome(SeededSampler(seed, 0), SeededSampler(seed, 1)) for one in (case, plain)]
         assert said[0] == said[1]
 
 
 def test_depth_follows_what_passes():
-    pace = Pace(0.2)
-    assert pace.depth(6) > 1
+    draft_length = DraftLength(0.2)
+    assert draft_length.depth(6) > 1
     for _ in range(20):
-        pace.learn([True] * pace.depth(6))
-    assert pace.depth(6) == 6
+        draft_length.learn([True] * draft_length.depth(6))
+    assert draft_length.depth(6) == 6
     for _ in range(20):
-        pace.depth(6)
-        pace.learn([False])
-    assert pace.depth(6) == 1
+        draft_length.depth(6)
+        draft_length.learn([False])
+    assert draft_length.depth(6) == 1
     for _ in range(40):  # it finds its way back from depth 1
-        pace.learn([True] * pace.depth(6))
-    assert pace.depth(6) == 6
+        draft_length.learn([True] * draft_length.depth(6))
+    assert draft_length.depth(6) == 6
 
 
-@pytest.mark.parametrize(("chance", "cost", "depth"), [(0.9, 0.01, 8), (0.5, 0.2, 2), (0.3, 0.5, 1)])
-def test_depth_is_the_best_bargain(chance, cost, depth):
-    pace = Pace(cost)
+@pytest.mark.parametrize(("sampler", "cost", "depth"), [(0.9, 0.01, 8), (0.5, 0.2, 2), (0.3, 0.5, 1)])
+def test_depth_is_the_best_bargain(sampler, cost, depth):
+    draft_length = DraftLength(cost)
     rng = np.random.default_rng(0)
     chosen = []
     for _ in range(400):
-        tried = rng.random(pace.depth(8)) < chance
+        tried = rng.random(draft_length.depth(8)) < sampler
         chosen.append(len(tried))
         good = int(np.argmin(tried)) if not tried.all() else len(tried)
-        pace.learn([bool(one) for one in tried[: good + 1]])
-    worth = [sum(chance**i for i in range(d + 1)) / (1 + cost * d) for d in range(1, 9)]
+        draft_length.learn([bool(one) for one in tried[: good + 1]])
+    worth = [sum(sampler**i for i in range(d + 1)) / (1 + cost * d) for d in range(1, 9)]
     assert worth[depth - 1] == max(worth)
     assert abs(np.median(chosen) - depth) <= 1
 
 
 def test_a_layer_never_asked_about_teaches_nothing():
-    pace = Pace(0.2)
-    before = pace.depth(4)
-    pace.learn([])
-    assert pace.depth(4) == before
+    draft_length = DraftLength(0.2)
+    before = draft_length.depth(4)
+    draft_length.learn([])
+    assert draft_length.depth(4) == before
 
 
 def test_mass_ends_a_layer():

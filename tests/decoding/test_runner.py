@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 import torch
 
-from dsbd_cli.decoding import lean
-from dsbd_cli.decoding.law import Warp
-from dsbd_cli.decoding.linears import DenseLinear, Int8Linear, PackedLinear, can_pack, can_quantize
-from dsbd_cli.decoding.runner import HfTreeModel
-from dsbd_cli.decoding.tree import Node
+from dsbd_cli.decoding.forward import llama
+from dsbd_cli.decoding.forward.linears import DenseLinear, Int8Linear, PrepackedLinear, can_pack, can_quantize
+from dsbd_cli.decoding.law.distribution import LogitsProcessor
+from dsbd_cli.decoding.model.hf_model import HfTreeModel
+from dsbd_cli.decoding.tree.sequences import Node
 from dsbd_cli.errors import RunError, UserError
 from tests.builders import VOCAB, markov, rand
 
@@ -58,11 +58,11 @@ def children(rng, node, count):
 def test_tree_forward_is_path_by_path_through_hundreds_of_rounds(tmp_path, name, attention):
     fast, replayed = "lean" in attention, "replayed" in attention
     model = family(tmp_path, name, attention if attention in ("eager", "sdpa") else "eager")
-    if fast and not lean.serves(model):
+    if fast and not llama.serves(model):
         pytest.skip(f"{name} is left to its own modelling code")
     tree = HfTreeModel(model, vocab_size=VOCAB, fast=fast, graphs=replayed)
     tree.require_tree()
-    assert isinstance(tree._forward, lean.LeanForward) == fast
+    assert isinstance(tree._forward, llama.LlamaForward) == fast
     rng = random.Random(1)
     ids = [rng.randrange(VOCAB) for _ in range(10)]
     root = Node(-1, None)
@@ -73,7 +73,7 @@ def test_tree_forward_is_path_by_path_through_hundreds_of_rounds(tmp_path, name,
         level = [child for leaf in leaves for child in children(rng, leaf, rng.randint(1, 2))]
         deeper = [child for node in level[:3] for child in children(rng, node, 1)]
         tree.forward([*level[:2], *deeper] if step % 3 else [*deeper, *level])
-        known = [node for node in [*level, *deeper] if tree.knows(node)]
+        known = [node for node in [*level, *deeper] if tree.has_logits(node)]
         most = max(most, len(known))
         for node in rng.sample(known, 2) if step % 20 == 0 else []:
             got = tree.log_row(node)
@@ -96,7 +96,7 @@ def test_tree_forward_is_path_by_path_through_hundreds_of_rounds(tmp_path, name,
 def test_live_slots_are_exactly_the_nodes_of_the_kept_paths(tmp_path):
     tree = HfTreeModel(rand(tmp_path), vocab_size=VOCAB)
     rng, root = random.Random(2), Node(-1, None)
-    tree.prefill([5, 6, 7], root, row_size=4)
+    tree.prefill([5, 6, 7], root, top_n=4)
     leaves = [root]
     for _ in range(100):
         level = [child for leaf in leaves for child in children(rng, leaf, 2)]
@@ -117,7 +117,7 @@ def test_live_slots_are_exactly_the_nodes_of_the_kept_paths(tmp_path):
 
 def test_a_prompt_in_chunks_is_the_prompt(tmp_path, monkeypatch):
     model = rand(tmp_path, initializer_range=0.3)
-    monkeypatch.setattr("dsbd_cli.decoding.runner._CHUNK", 7)
+    monkeypatch.setattr("dsbd_cli.decoding.model.hf_model._CHUNK", 7)
     tree, root = HfTreeModel(model, vocab_size=VOCAB), Node(-1, None)
     ids = [(11 * i) % VOCAB for i in range(40)]
     tree.prefill(ids, root)
@@ -154,7 +154,7 @@ def test_the_next_turn_reuses_prompt_and_answer(tmp_path):
 
 def test_known_nodes_cost_no_call(tmp_path):
     tree, root = HfTreeModel(rand(tmp_path), vocab_size=VOCAB), Node(-1, None)
-    tree.prefill([1, 2], root, row_size=3)
+    tree.prefill([1, 2], root, top_n=3)
     node = Node(4, root)
     tree.forward([node])
     tree.forward([root, node])
@@ -175,31 +175,37 @@ def test_padded_columns_have_no_probability(tmp_path):
     tree.prefill([1, 2], root)
     assert tree.log_row(root).shape == (VOCAB,)
     assert float(tree.log_row(root).exp().sum()) == pytest.approx(1)
-    support = tree.joint([root], [0.0], Warp())
+    support = tree.joint([root], [0.0], LogitsProcessor())
     assert len(support.token) == VOCAB
 
 
-@pytest.mark.parametrize("warp", [Warp(0.7, 5, 0.9), Warp(1.0, 5, 1.0), Warp(temperature=0)])
-def test_the_joint_of_best_entries_is_that_of_whole_rows(tmp_path, warp):
+@pytest.mark.parametrize(
+    "processor", [LogitsProcessor(0.7, 5, 0.9), LogitsProcessor(1.0, 5, 1.0), LogitsProcessor(temperature=0)]
+)
+def test_the_joint_of_best_entries_is_that_of_whole_rows(tmp_path, processor):
     model = rand(tmp_path, initializer_range=0.3)
     supports = []
     for size in (0, 5):
         tree, root = HfTreeModel(model, vocab_size=VOCAB), Node(-1, None)
-        tree.prefill([1, 2, 3], root, row_size=size)
+        tree.prefill([1, 2, 3], root, top_n=size)
         nodes = [Node(7, root), Node(9, root)]
         tree.forward(nodes)
-        supports.append(tree.joint(nodes, [-0.5, -0.2], warp))
-    for whole, best in zip(*supports, strict=True):
-        assert np.array_equal(whole, best)
+        supports.append(tree.joint(nodes, [-0.5, -0.2], processor))
+    whole, best = supports
+    # Which continuations, exactly; their numbers come from two log-softmaxes of different rounding.
+    assert np.array_equal(whole.parent, best.parent)
+    assert np.array_equal(whole.token, best.token)
+    assert np.allclose(whole.logp, best.logp, rtol=0, atol=1e-5)
+    assert np.allclose(whole.prob, best.prob, rtol=0, atol=1e-5)
 
 
 def test_asking_for_more_than_was_prepared_is_an_error(tmp_path):
     tree, root = HfTreeModel(rand(tmp_path), vocab_size=VOCAB), Node(-1, None)
-    tree.prefill([1, 2], root, row_size=3)
+    tree.prefill([1, 2], root, top_n=3)
     with pytest.raises(ValueError, match="were prepared"):
         tree.best(root, 4)
     with pytest.raises(ValueError, match="were prepared"):
-        tree.joint([root], [0.0], Warp())
+        tree.joint([root], [0.0], LogitsProcessor())
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
@@ -211,13 +217,13 @@ def test_logits_that_are_not_finite_stop_the_run_and_leave_no_trace(tmp_path, va
     with torch.no_grad():
         # Only after token 7 are the hidden states, and with them everything computed from them, broken.
         model.model.embed_tokens.weight[7] = value
-    tree.prefill([1, 2], root, row_size=size)
+    tree.prefill([1, 2], root, top_n=size)
     node = Node(7, root)
     tree.forward([node])
     tree.best(root, 2)
     with pytest.raises(RunError, match=r"draft model .* step 1 in float32: try"):
         tree.best(node, 2)
-    tree.prefill([1, 2, 3], root := Node(-1, None), row_size=size)
+    tree.prefill([1, 2, 3], root := Node(-1, None), top_n=size)
     assert np.isfinite(tree.best(root, 2)[1]).all()
 
 
@@ -233,21 +239,23 @@ def test_a_model_that_ignores_the_mask_is_refused_by_name(tmp_path):
 
 def test_a_fast_forward_that_disagrees_is_not_used(tmp_path, monkeypatch):
     model = rand(tmp_path, initializer_range=0.3)
-    inner = lean.LeanForward.__call__
-    monkeypatch.setattr(lean.LeanForward, "__call__", lambda *args: inner(*args) + torch.arange(VOCAB) / 100)
+    inner = llama.LlamaForward.__call__
+    monkeypatch.setattr(
+        llama.LlamaForward, "__call__", lambda *args: inner(*args) + torch.arange(VOCAB) / 100
+    )
     tree, root = HfTreeModel(model, vocab_size=VOCAB), Node(-1, None)
     tree.prefill([1, 2, 3], root)
-    assert "LeanForward is not used" in tree.notes[0]
+    assert "LlamaForward is not used" in tree.notes[0]
     assert (tree.log_row(root) - plain(model, [1, 2, 3])).abs().max() < 1e-4
 
 
 def test_a_fast_forward_leaves_the_model_usable(tmp_path):
     model = rand(tmp_path, "qwen2", initializer_range=0.3, num_key_value_heads=2)
     before = plain(model, [1, 2, 3])
-    for kind in (DenseLinear, PackedLinear):
-        if kind is PackedLinear and not can_pack(torch.float32):
+    for kind in (DenseLinear, PrepackedLinear):
+        if kind is PrepackedLinear and not can_pack(torch.float32):
             pytest.skip("no packed products here")
-        forward = lean.LeanForward(model, kind=kind)
+        forward = llama.LlamaForward(model, kind=kind)
         assert (plain(model, [1, 2, 3]) - before).abs().max() < 1e-6
         tree, root = HfTreeModel(model, vocab_size=VOCAB), Node(-1, None)
         tree._use(forward)

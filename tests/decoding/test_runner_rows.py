@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from dsbd_cli.decoding import native
-from dsbd_cli.decoding.rows import best_rows
+from dsbd_cli.decoding.forward import native
+from dsbd_cli.decoding.forward.top_logits import top_logits
 
 
 @pytest.fixture(params=["tensors", "native"])
@@ -35,7 +35,7 @@ def test_ties_go_to_the_lower_id(way, size, levels, count):
     # Few levels make ties wider than any margin; many make next to none.
     logits = torch.tensor(rng.integers(0, levels, (6, size)) / levels * 8, dtype=torch.float32)
     vocab = size - 2
-    best = best_rows(logits, vocab, count)
+    best = top_logits(logits, vocab, count)
     tokens, logps = exact(logits, vocab, min(count, vocab))
     assert np.array_equal(best.tokens, tokens)
     assert np.abs(best.logps - logps).max() < 5e-6
@@ -45,16 +45,16 @@ def test_ties_go_to_the_lower_id(way, size, levels, count):
 def test_logits_that_round_to_one_probability_are_a_tie(way):
     levels = np.random.default_rng(0).integers(0, 4, 3000)
     # 3e-7 vanishes in a log-probability of about -8, 3e-5 does not.
-    rounded = best_rows(torch.tensor(levels * 1e-7, dtype=torch.float32)[None], 3000, 20)
+    rounded = top_logits(torch.tensor(levels * 1e-7, dtype=torch.float32)[None], 3000, 20)
     assert rounded.tokens[0].tolist() == list(range(20))
-    apart = best_rows(torch.tensor(levels * 1e-5, dtype=torch.float32)[None], 3000, 20)
+    apart = top_logits(torch.tensor(levels * 1e-5, dtype=torch.float32)[None], 3000, 20)
     assert apart.tokens[0].tolist() == np.flatnonzero(levels == 3)[:20].tolist()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_is_cast_before_the_softmax(way, dtype):
     logits = (5 * torch.randn(4, 3000, generator=torch.Generator().manual_seed(0))).to(dtype)
-    best = best_rows(logits, 3000, 10)
+    best = top_logits(logits, 3000, 10)
     tokens, logps = exact(logits, 3000, 10)
     assert np.array_equal(best.tokens, tokens)
     assert np.abs(best.logps - logps).max() < 5e-6
@@ -66,4 +66,4 @@ def test_one_bad_logit_spoils_its_row_only(way, value, dtype):
     logits = torch.randn(3, 300, generator=torch.Generator().manual_seed(0)).to(dtype)
     logits[1, 77] = value
     logits[2, 299] = value  # beyond the vocabulary: not looked at
-    assert best_rows(logits, 299, 5).finite.tolist() == [True, False, True]
+    assert top_logits(logits, 299, 5).finite.tolist() == [True, False, True]

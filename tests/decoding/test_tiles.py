@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from dsbd_cli.decoding import lean, tiles
-from dsbd_cli.decoding.kv_pool import TreeCache
-from dsbd_cli.decoding.runner import HfTreeModel
-from dsbd_cli.decoding.tree import Node
+from dsbd_cli.decoding.cache.kv_buffer import KVBuffer
+from dsbd_cli.decoding.forward import amx, llama
+from dsbd_cli.decoding.model.hf_model import HfTreeModel
+from dsbd_cli.decoding.tree.sequences import Node
 
-pytestmark = pytest.mark.skipif(tiles.library() is None, reason="this processor has no matrix tiles")
+pytestmark = pytest.mark.skipif(amx.library() is None, reason="this processor has no matrix tiles")
 
 SIZES = {
     "vocab_size": 272, "hidden_size": 192, "intermediate_size": 320, "num_hidden_layers": 3,
@@ -41,7 +41,7 @@ def make(kind: str, dtype: torch.dtype = torch.bfloat16, **sizes: int):
 
 
 @torch.inference_mode()
-def run(forward, model, cache: TreeCache, ids: Tensor, parents: list[int], slots: list[int]) -> Tensor:
+def run(forward, model, cache: KVBuffer, ids: Tensor, parents: list[int], slots: list[int]) -> Tensor:
     """Logits of a tree whose node i hangs below node `parents[i]` (-1: nothing), in `slots`."""
     count, depth = len(ids), []
     mask = torch.full((count, cache.capacity), torch.finfo(forward.dtype).min, dtype=forward.dtype)
@@ -86,11 +86,11 @@ def far(got: Tensor, wanted: Tensor) -> float:
 @pytest.mark.parametrize("count", [1, 5, 16, 17, 33, 48, 49, 100])
 def test_a_tree_is_its_paths(kind, count):
     model = make(kind)
-    assert tiles.serves(model, False)
-    forward, other = tiles.TileForward(model), lean.LeanForward(model)
+    assert amx.serves(model, False)
+    forward, other = amx.AmxForward(model), llama.LlamaForward(model)
     ids, parents, slots = tree(count, count)
-    got = run(forward, model, TreeCache(250), ids, parents, slots)
-    usual = run(other, model, TreeCache(250), ids, parents, slots)
+    got = run(forward, model, KVBuffer(250), ids, parents, slots)
+    usual = run(other, model, KVBuffer(250), ids, parents, slots)
     exact = plain(model, ids, parents)
     assert got.dtype == torch.bfloat16
     assert far(got, exact) < max(0.03, 1.5 * far(usual, exact))
@@ -98,10 +98,10 @@ def test_a_tree_is_its_paths(kind, count):
 
 def test_a_row_does_not_depend_on_the_other_rows():
     model = make("llama")
-    forward = tiles.TileForward(model)
+    forward = amx.AmxForward(model)
     ids, parents, slots = tree(60, 3)
-    whole = run(forward, model, TreeCache(256), ids, parents, slots)
-    cache = TreeCache(256)
+    whole = run(forward, model, KVBuffer(256), ids, parents, slots)
+    cache = KVBuffer(256)
     first = run(forward, model, cache, ids[:20], parents[:20], slots[:20])
     assert torch.equal(first, whole[:20])
 
@@ -109,13 +109,13 @@ def test_a_row_does_not_depend_on_the_other_rows():
 @pytest.mark.parametrize("threads", [1, 2, 3])
 def test_the_number_of_threads_changes_nothing(threads):
     model = make("llama")
-    forward = tiles.TileForward(model)
+    forward = amx.AmxForward(model)
     ids, parents, slots = tree(37, 4)
-    usual = run(forward, model, TreeCache(128), ids, parents, slots)
+    usual = run(forward, model, KVBuffer(128), ids, parents, slots)
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        assert torch.equal(run(forward, model, TreeCache(128), ids, parents, slots), usual)
+        assert torch.equal(run(forward, model, KVBuffer(128), ids, parents, slots), usual)
     finally:
         torch.set_num_threads(before)
 
@@ -124,8 +124,8 @@ def test_the_number_of_threads_changes_nothing(threads):
 @pytest.mark.parametrize("parts", [[70], [33, 37], [1, 69]])
 def test_a_prompt_without_a_mask_in_one_or_more_passes(parts):
     model = make("llama")
-    forward = tiles.TileForward(model)
-    ids, cache, end, got = torch.arange(70) + 5, TreeCache(72), 0, []
+    forward = amx.AmxForward(model)
+    ids, cache, end, got = torch.arange(70) + 5, KVBuffer(72), 0, []
     for part in parts:
         begin, end = end, end + part
         cache.slots, cache.used = torch.arange(begin + 1, end + 1), end + 1
@@ -137,8 +137,8 @@ def test_a_prompt_without_a_mask_in_one_or_more_passes(parts):
 @torch.inference_mode()
 def test_only_wanted_rows_come_back():
     model = make("llama")
-    forward = tiles.TileForward(model)
-    cache, ids = TreeCache(64), torch.arange(9) + 5
+    forward = amx.AmxForward(model)
+    cache, ids = KVBuffer(64), torch.arange(9) + 5
     cache.slots, cache.used = torch.arange(1, 10), 10
     whole = forward(cache, ids, torch.arange(9), None, 0)
     assert torch.equal(forward(cache, ids, torch.arange(9), None, 1), whole[-1:])
@@ -150,16 +150,16 @@ def test_only_wanted_rows_come_back():
 def test_int8_is_close_and_a_large_token_matters_only_to_itself(dtype, count):
     model = make("llama", dtype)
     model.model.embed_tokens.weight.data[7] *= 300
-    assert tiles.serves(model, True)
+    assert amx.serves(model, True)
     ids, parents, slots = tree(count, 5)
     ids[1], parents[2:] = 7, [0 if parent == 1 else parent for parent in parents[2:]]
-    got = run(tiles.TileForward(model, int8=True), model, TreeCache(128), ids, parents, slots)
+    got = run(amx.AmxForward(model, int8=True), model, KVBuffer(128), ids, parents, slots)
     assert far(got, plain(model, ids, parents)) < 0.05
 
 
 def test_int8_weights_come_back_from_their_tiles():
     weight = torch.randn(40, 64, generator=torch.Generator().manual_seed(0))
-    packed, scale = tiles.packed(weight, True)
+    packed, scale = amx.packed(weight, True)
     assert packed.shape == (2, 1, 2, 16, 16, 4)
     rows = packed.permute(0, 2, 4, 1, 3, 5).reshape(64, 64)
     assert (rows[:40] * scale[:, None] - weight).abs().max() <= scale.max() / 2 + 1e-6
@@ -167,16 +167,16 @@ def test_int8_weights_come_back_from_their_tiles():
 
 
 def test_whatever_the_tiles_cannot_take_is_left_to_others():
-    assert not tiles.serves(make("llama", torch.float32), False)
-    assert not tiles.serves(make("llama", vocab_size=259), False)
-    assert not tiles.serves(make("llama", hidden_size=96), True)  # int8 takes 64 inputs a step
+    assert not amx.serves(make("llama", torch.float32), False)
+    assert not amx.serves(make("llama", vocab_size=259), False)
+    assert not amx.serves(make("llama", hidden_size=96), True)  # int8 takes 64 inputs a step
 
 
 def test_not_a_number_shows_in_its_rows():
     model = make("llama")
     model.model.embed_tokens.weight.data[7] = float("nan")
     ids, parents, slots = torch.tensor([5, 7, 9, 11]), [-1, 0, 0, 1], [3, 1, 2, 6]
-    got = run(tiles.TileForward(model), model, TreeCache(64), ids, parents, slots)
+    got = run(amx.AmxForward(model), model, KVBuffer(64), ids, parents, slots)
     assert got[[1, 3]].isnan().all()
 
 
@@ -185,7 +185,7 @@ def test_the_runner_takes_it_and_its_pool_may_grow():
     runner = HfTreeModel(model, vocab_size=272)
     root = Node(-1, None)
     runner.prefill(list(range(5, 95)), root)
-    assert isinstance(runner._forward, tiles.TileForward)
+    assert isinstance(runner._forward, amx.AmxForward)
     assert not runner.notes
     node, nodes = root, []
     for i in range(450):  # beyond the first 512 slots

@@ -8,13 +8,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from dsbd_cli.decoding import lean
-from dsbd_cli.decoding.kv_pool import MaskTable
-from dsbd_cli.decoding.lean_layers import TorchLayer, TritonLayer
-from dsbd_cli.decoding.linears import DenseLinear
-from dsbd_cli.decoding.rows import finite_rows, log_probabilities, pack, unpack
-from dsbd_cli.decoding.runner import HfTreeModel
-from dsbd_cli.decoding.tree import Node
+from dsbd_cli.decoding.cache.kv_buffer import TreeMasks
+from dsbd_cli.decoding.forward import llama
+from dsbd_cli.decoding.forward.linears import DenseLinear
+from dsbd_cli.decoding.forward.llama_layers import TorchLayer, TritonLayer
+from dsbd_cli.decoding.forward.top_logits import finite_logits, log_probabilities, pack, unpack
+from dsbd_cli.decoding.model.hf_model import HfTreeModel
+from dsbd_cli.decoding.tree.sequences import Node
 from tests.builders import VOCAB, rand
 from tests.decoding.test_device_draft import related, settings_of, told, trees
 
@@ -22,9 +22,9 @@ pytest.importorskip("triton", reason="Triton comes with torch's CUDA wheels")
 if not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("no CUDA device, and TRITON_INTERPRET is not 1", allow_module_level=True)
 
-from dsbd_cli.decoding import triton_law
-from dsbd_cli.decoding.triton_chain import TritonChain
-from dsbd_cli.decoding.triton_kernels import Kernels
+from dsbd_cli.decoding.device import law_triton
+from dsbd_cli.decoding.device.triton_chain import TritonChain
+from dsbd_cli.decoding.forward.triton_kernels import Kernels
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # The interpreter has no bfloat16 products.
@@ -78,7 +78,7 @@ def test_rms_and_silu(dtype):
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3"])
 def test_layers_with_kernels_are_layers_without(tmp_path, kind):
     model = rand(tmp_path, kind, num_key_value_heads=2, head_dim=16, initializer_range=0.3).to(DEVICE)
-    forward = lean.LeanForward(model, kind=DenseLinear)
+    forward = llama.LlamaForward(model, kind=DenseLinear)
     torch_layers = [
         TorchLayer(i, layer, DenseLinear, torch.float32) for i, layer in enumerate(model.model.layers)
     ]
@@ -106,9 +106,9 @@ def test_layers_with_kernels_are_layers_without(tmp_path, kind):
 def test_best_rows_are_those_of_tensor_operations(rows, width, vocab, count):
     logits = noise(rows, width, dtype=torch.float32).to(DTYPES[1])  # rounded: many ties
     logits[0, 7], logits[0, 3] = 0.0, -0.0
-    got = unpack(triton_law.pack_rows(logits, vocab, count).cpu().numpy())
+    got = unpack(law_triton.pack_rows(logits, vocab, count).cpu().numpy())
     logps = log_probabilities(logits, vocab)
-    wanted = unpack(pack(logps, finite_rows(logps), count).cpu().numpy())
+    wanted = unpack(pack(logps, finite_logits(logps), count).cpu().numpy())
     assert (got.tokens == wanted.tokens).all()
     assert abs(got.logps - wanted.logps).max() < 1e-5
     assert got.finite.all()
@@ -118,12 +118,12 @@ def test_best_rows_are_those_of_tensor_operations(rows, width, vocab, count):
 def test_a_row_that_is_not_finite_is_noticed(bad):
     logits = noise(3, 2500, dtype=torch.float32)
     logits[1, 1700] = bad
-    assert unpack(triton_law.pack_rows(logits, 2500, 4).cpu().numpy()).finite.tolist() == [True, False, True]
+    assert unpack(law_triton.pack_rows(logits, 2500, 4).cpu().numpy()).finite.tolist() == [True, False, True]
 
 
 def test_masks_of_a_forest_are_those_of_the_table():
     device = torch.device(DEVICE)
-    tables = [MaskTable(40, 96, torch.float32, device) for _ in range(2)]
+    tables = [TreeMasks(40, 96, torch.float32, device) for _ in range(2)]
     for table in tables:
         for row in (1, 2, 3):
             table.see(row, torch.arange(row, 9, device=device))
@@ -139,7 +139,7 @@ def test_masks_of_a_forest_are_those_of_the_table():
             at, depth = int(parent[depth, at]), depth - 1
         starts.append(int(base[at]))
     wanted = tables[0].extend(torch.tensor(starts, device=device), rows, slots, inside)
-    got = triton_law.forest_masks(tables[1].table, base, parent, slots, rows, 4)
+    got = law_triton.forest_masks(tables[1].table, base, parent, slots, rows, 4)
     assert torch.equal(got, wanted)
     assert torch.equal(tables[0].table, tables[1].table)
 

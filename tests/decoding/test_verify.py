@@ -9,7 +9,7 @@ from collections import defaultdict
 import numpy as np
 import pytest
 
-from dsbd_cli.decoding.verify import Verified, align, verify_draws
+from dsbd_cli.decoding.law.verification import Verified, align, verify_draws
 from tests.decoding.enumerating import Branching, law_of, total_variation
 
 Case = tuple[np.ndarray, np.ndarray]
@@ -40,14 +40,16 @@ def pairs() -> dict[str, Case]:
 PAIRS = pairs()
 
 
-def drawn(q: np.ndarray, count: int, chance: Branching) -> list[int]:
+def drawn(q: np.ndarray, count: int, sampler: Branching) -> list[int]:
     """`count` iid draws of q and of what q lacks, which lies under dead parents (-1)."""
     dead = max(0.0, 1 - q.sum())
-    return [i if i < len(q) else -1 for i in chance.picks(np.append(q, dead if dead > 1e-12 else 0.0), count)]
+    return [
+        i if i < len(q) else -1 for i in sampler.sample(np.append(q, dead if dead > 1e-12 else 0.0), count)
+    ]
 
 
 def slots_law(p: np.ndarray, q: np.ndarray, draws: int, width: int) -> dict[tuple[int, ...], float]:
-    return law_of(lambda chance: verify_draws(p, q, drawn(q, draws, chance), width, chance).slots)
+    return law_of(lambda sampler: verify_draws(p, q, drawn(q, draws, sampler), width, sampler).slots)
 
 
 def iid(p: np.ndarray, width: int) -> dict[tuple[int, ...], float]:
@@ -76,8 +78,8 @@ def test_one_draw_for_one_slot_is_textbook_speculative_sampling() -> None:
         for slot in range(3):
             law[slot, False] += mass * (1 - min(1, p[draw] / q[draw])) * rest[slot] / rest.sum()
 
-    def play(chance: Branching) -> tuple[int, bool]:
-        result = verify_draws(p, q, drawn(q, 1, chance), 1, chance)
+    def play(sampler: Branching) -> tuple[int, bool]:
+        result = verify_draws(p, q, drawn(q, 1, sampler), 1, sampler)
         return result.slots[0], result.passed
 
     assert total_variation(law_of(play), dict(law)) < 1e-12
@@ -87,8 +89,8 @@ def test_one_draw_for_one_slot_is_textbook_speculative_sampling() -> None:
 def test_a_draft_equal_to_the_target_is_accepted_whole(p: np.ndarray) -> None:
     for draws, width in ((1, 1), (2, 2), (3, 2)):
         results = law_of(
-            lambda chance: all(
-                verify_draws(p, p.copy(), drawn(p, draws, chance), width, chance).verdicts  # noqa: B023
+            lambda sampler: all(
+                verify_draws(p, p.copy(), drawn(p, draws, sampler), width, sampler).verdicts  # noqa: B023
             )
         )
         assert results == {True: pytest.approx(1)}
@@ -105,7 +107,7 @@ def test_a_draft_equal_up_to_rounding_never_makes_nan() -> None:
 
 def test_disjoint_supports_accept_nothing() -> None:
     p, q = PAIRS["disjoint"]
-    law = law_of(lambda chance: verify_draws(p, q, drawn(q, 3, chance), 2, chance).accepted)
+    law = law_of(lambda sampler: verify_draws(p, q, drawn(q, 3, sampler), 2, sampler).accepted)
     assert law == {0: pytest.approx(1)}
 
 
@@ -114,7 +116,7 @@ def play_script(p: np.ndarray, q: np.ndarray, draws: list[int], width: int, acce
         def accept(self, numerator: float, denominator: float) -> bool:
             return accepts.pop(0)
 
-        def picks(self, weights: np.ndarray, count: int) -> list[int]:
+        def sample(self, weights: np.ndarray, count: int) -> list[int]:
             return [int(np.argmax(weights))] * count
 
     result = verify_draws(p, q, draws, width, Script())

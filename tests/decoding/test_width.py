@@ -7,9 +7,9 @@ from functools import cache
 import numpy as np
 import pytest
 
-from dsbd_cli.decoding.chance import SeededChance
-from dsbd_cli.decoding.verify import verify_draws
-from dsbd_cli.decoding.width import (
+from dsbd_cli.decoding.law.sampling import SeededSampler
+from dsbd_cli.decoding.law.verification import verify_draws
+from dsbd_cli.decoding.law.width import (
     FixedWidth,
     ThresholdWidth,
     accept_counts,
@@ -26,7 +26,7 @@ FEW = [name for name in PAIRS if name not in ("random 2", "random 3", "random 4"
 def enumerated_counts(name: str, m: int) -> dict[int, float]:
     """The law of the number of accepts among m draws, by enumeration."""
     p, q = PAIRS[name]
-    return law_of(lambda chance: verify_draws(p, q, drawn(q, m, chance), m, chance).accepted)
+    return law_of(lambda sampler: verify_draws(p, q, drawn(q, m, sampler), m, sampler).accepted)
 
 
 @pytest.mark.parametrize(("name", "m"), [(n, m) for n in PAIRS for m in (1, 2, 3)] + [(n, 4) for n in FEW])
@@ -39,12 +39,12 @@ def test_counts_equal_the_enumerated_verification(name: str, m: int) -> None:
 
 def test_counts_against_monte_carlo() -> None:
     p, q, m = np.array([0.5, 0.3, 0.2, 0.0]), np.array([0.1, 0.2, 0.3, 0.25]), 6
-    chance, rounds = SeededChance(11, 0), 20_000
+    sampler, rounds = SeededSampler(11, 0), 20_000
     with_dead = np.append(q, 1 - q.sum())
     seen = np.zeros(m + 1)
     for _ in range(rounds):
-        draws = [i if i < 4 else -1 for i in chance.picks(with_dead, m)]
-        seen[verify_draws(p, q, draws, m, chance).accepted] += 1
+        draws = [i if i < 4 else -1 for i in sampler.sample(with_dead, m)]
+        seen[verify_draws(p, q, draws, m, sampler).accepted] += 1
     law = accept_counts(acceptances(p, q, m))
     assert law.sum() == pytest.approx(1, abs=1e-12)
     error = np.sqrt(law * (1 - law) / rounds)

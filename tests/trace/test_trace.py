@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from dsbd_cli.decoding.events import Event, Finished
+from dsbd_cli.decoding.tree.events import Event, Finished
 from dsbd_cli.errors import UserError
 from dsbd_cli.settings import Settings
 from dsbd_cli.trace.layout import ROW, STEP, place_nodes

@@ -11,10 +11,10 @@ from typing import Any
 
 import numpy as np
 
-from dsbd_cli.decoding.events import Event, Finished, Iteration, Layer, Notice, Prefilled, Text
-from dsbd_cli.decoding.forest import DraftLayer, Forest
-from dsbd_cli.decoding.law import Support
-from dsbd_cli.decoding.tree import Node, Trie, common_ancestor
+from dsbd_cli.decoding.law.distribution import Support
+from dsbd_cli.decoding.methods.proposers import DraftLayer, Forest
+from dsbd_cli.decoding.tree.events import Event, Finished, Iteration, Layer, Notice, Prefilled, Text
+from dsbd_cli.decoding.tree.sequences import Node, Trie, common_ancestor
 from dsbd_cli.result import Beam, Result, Stats
 from dsbd_cli.settings import Settings
 

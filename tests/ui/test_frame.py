@@ -7,7 +7,7 @@ import pytest
 from rich.cells import cell_len
 from rich.console import Console
 
-from dsbd_cli.decoding.events import Finished
+from dsbd_cli.decoding.tree.events import Finished
 from dsbd_cli.ui.frame import frame, kilo
 from dsbd_cli.ui.monitor import Monitor
 from dsbd_cli.ui.snapshot import LiveBeam, Snapshot

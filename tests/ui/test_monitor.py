@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from dsbd_cli.decoding.events import Finished, Iteration, Layer, Text
-from dsbd_cli.decoding.tree import Node, Trie, common_ancestor
+from dsbd_cli.decoding.tree.events import Finished, Iteration, Layer, Text
+from dsbd_cli.decoding.tree.sequences import Node, Trie, common_ancestor
 from dsbd_cli.settings import Settings
 from dsbd_cli.text import ConfirmedText, Detokenizer
 from dsbd_cli.ui.monitor import Monitor

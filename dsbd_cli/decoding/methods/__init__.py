@@ -1,4 +1,4 @@
-"""The five methods as generators of events, and the one function that picks one."""
+"""The five methods as generators of events, and the one function that sample one."""
 
 from __future__ import annotations
 
@@ -6,38 +6,38 @@ import os
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from dsbd_cli.decoding.chance import Chance
-from dsbd_cli.decoding.events import Iteration, Layer
-from dsbd_cli.decoding.forest import DraftModelProposer, Proposer
-from dsbd_cli.decoding.hypotheses import Hypotheses
-from dsbd_cli.decoding.law import Warp
+from dsbd_cli.decoding.law.distribution import LogitsProcessor
+from dsbd_cli.decoding.law.draft_length import DraftLength
+from dsbd_cli.decoding.law.sampling import Sampler
+from dsbd_cli.decoding.law.width import FixedWidth, WidthRule, width_rule
 from dsbd_cli.decoding.methods.deterministic import beam_search
 from dsbd_cli.decoding.methods.dsbd import dsbd
+from dsbd_cli.decoding.methods.proposers import DraftModelProposer, Proposer
+from dsbd_cli.decoding.methods.run import Run
 from dsbd_cli.decoding.methods.specinfer import TreeProposer, specinfer
-from dsbd_cli.decoding.model import TreeModel
-from dsbd_cli.decoding.pace import Pace
-from dsbd_cli.decoding.run import Run
-from dsbd_cli.decoding.tree import Trie
-from dsbd_cli.decoding.width import FixedWidth, WidthRule, width_rule
+from dsbd_cli.decoding.model.protocol import TreeModel
+from dsbd_cli.decoding.tree.events import Iteration, Layer
+from dsbd_cli.decoding.tree.hypotheses import Hypotheses
+from dsbd_cli.decoding.tree.sequences import Trie
 from dsbd_cli.settings import DEFAULT_TREE, DRAFTING, ONE_BEAM_METHODS, Settings
 
 if TYPE_CHECKING:
-    from dsbd_cli.decoding.chain import Chain
+    from dsbd_cli.decoding.device.pipeline import Chain
 
 
-def warp_of(settings: Settings) -> Warp:
+def processor_of(settings: Settings) -> LogitsProcessor:
     """T of these settings; the deterministic mode has none."""
     if settings.deterministic:
-        return Warp()
-    return Warp(settings.temperature, settings.top_k, settings.top_p)
+        return LogitsProcessor()
+    return LogitsProcessor(settings.temperature, settings.top_k, settings.top_p)
 
 
-def rows_needed(settings: Settings, eos_count: int) -> int:
+def top_n_needed(settings: Settings, eos_count: int) -> int:
     """How many best entries of each target row the method asks for; 0 = whole rows."""
     if settings.deterministic:
         # Hugging Face keeps (1 + EOS tokens) x W candidates, which may all share one parent.
         return max(2, 1 + eos_count) * settings.width
-    return warp_of(settings).row_size
+    return processor_of(settings).top_n
 
 
 def takes_most_probable(settings: Settings) -> bool:
@@ -45,21 +45,25 @@ def takes_most_probable(settings: Settings) -> bool:
     return settings.deterministic or (settings.method == "dsbd" and settings.verify == "cover")
 
 
-def draft_warp(settings: Settings) -> Warp:
+def draft_processor(settings: Settings) -> LogitsProcessor:
     """T of the draft's proposals: the same T, so that what is recorded is what was drawn from.
 
     Where nothing is drawn, only the ranking matters: the W_S best of the unwarped joint are those of
     the warped one, and more of them where top-p would leave fewer.
     """
-    return Warp(top_k=settings.draft_width) if takes_most_probable(settings) else warp_of(settings)
+    return (
+        LogitsProcessor(top_k=settings.draft_width)
+        if takes_most_probable(settings)
+        else processor_of(settings)
+    )
 
 
-def layer_price(target: TreeModel, draft: TreeModel) -> float | None:
+def relative_cost(target: TreeModel, draft: TreeModel) -> float | None:
     """What one more drafted layer costs, in target calls; None where that need not be looked at.
 
     With DSBD_FIXED_FOREST=1 (to measure what width and gamma do) it never is.
     """
-    price = getattr(target, "layer_price", None)
+    price = getattr(target, "relative_cost", None)
     return None if price is None or os.environ.get("DSBD_FIXED_FOREST") == "1" else price(draft)
 
 
@@ -70,7 +74,7 @@ def forest_mass(settings: Settings) -> float:
     dynamic width (`threshold`) depends on the forest's mass, and is given the whole forest.
     """
     dynamic = settings.threshold is not None and settings.min_width < settings.width
-    greedy = settings.deterministic or warp_of(settings).greedy
+    greedy = settings.deterministic or processor_of(settings).greedy
     if greedy or dynamic or settings.method != "dsbd" or settings.verify != "cover":
         return 1.0
     return (1 + settings.top_p) / 2
@@ -81,16 +85,16 @@ def start(
     target: TreeModel,
     draft: TreeModel | None,
     trie: Trie,
-    chance: Chance,
-    draft_chance: Chance,
+    sampler: Sampler,
+    draft_sampler: Sampler,
 ) -> Run:
     """A `Run` for these settings on prefilled models; `draft` may be None for plain decoding."""
     one_beam = settings.method in ONE_BEAM_METHODS
     width = 1 if one_beam else settings.width
-    warp = draft_warp(settings)
+    processor = draft_processor(settings)
     gamma = settings.gamma
     proposer: Proposer | None = None
-    pace: Pace | None = None
+    draft_length: DraftLength | None = None
     widths: WidthRule = FixedWidth(width)
     if settings.method == "dsbd" and not settings.deterministic:
         widths = width_rule(width, settings.min_width, settings.threshold)
@@ -102,40 +106,42 @@ def start(
         forests = (0, 0) if plain else (settings.draft_width, gamma)
         # On a GPU the device verifies as well, where the models allow it.
         if (chained := getattr(target, "device_chain", None)) is not None:
-            chain = chained(None if plain else draft, trie, chance, warp_of(settings), width, *forests)
+            chain = chained(None if plain else draft, trie, sampler, processor_of(settings), width, *forests)
     if draft is not None and settings.method == "specinfer":
         expansion = settings.tree or DEFAULT_TREE
         gamma = len(expansion)
-        proposer = TreeProposer(draft, trie, warp, expansion, draft_chance)
+        proposer = TreeProposer(draft, trie, processor, expansion, draft_sampler)
     elif draft is not None and settings.method in DRAFTING:
         distinct = takes_most_probable(settings)
         draft_width = 1 if one_beam else settings.draft_width
         # On a GPU the whole iteration runs in one recording, where the pair allows it.
         recorded = getattr(target, "device_proposer", None)
         if recorded is not None and chain is None:
-            proposer = recorded(draft, trie, warp, draft_width, draft_chance, distinct, gamma, width)
+            proposer = recorded(draft, trie, processor, draft_width, draft_sampler, distinct, gamma, width)
         if proposer is None:
-            price = layer_price(target, draft)
+            price = relative_cost(target, draft)
             mass = 1.0 if price is None else forest_mass(settings)
             if mass < 1:
-                warp = Warp(settings.temperature, warp.top_k)  # what mass is, depends on the temperature
+                processor = LogitsProcessor(
+                    settings.temperature, processor.top_k
+                )  # what mass is, depends on the temperature
             if price is not None and not settings.deterministic and chain is None:
-                pace = Pace(price)
-            proposer = DraftModelProposer(draft, trie, warp, draft_width, draft_chance, distinct, mass)
+                draft_length = DraftLength(price)
+            proposer = DraftModelProposer(draft, trie, processor, draft_width, draft_sampler, distinct, mass)
     hypotheses = Hypotheses(trie.root, width, settings.early_stopping, settings.length_penalty)
     return Run(
         target,
         trie,
         hypotheses,
-        chance,
-        warp_of(settings),
+        sampler,
+        processor_of(settings),
         width,
         trie.budget,
         widths,
         proposer,
         gamma,
         kv_one,
-        pace=pace,
+        draft_length=draft_length,
         chain=chain,
     )
 

@@ -8,11 +8,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from dsbd_cli.decoding.events import Iteration, Layer
-from dsbd_cli.decoding.run import Run
+from dsbd_cli.decoding.methods.run import Run
+from dsbd_cli.decoding.tree.events import Iteration, Layer
 
 if TYPE_CHECKING:
-    from dsbd_cli.decoding.chain import Chain
+    from dsbd_cli.decoding.device.pipeline import Chain
 
 
 def chained(run: Run, chain: Chain) -> Iterator[Layer | Iteration]:
@@ -32,7 +32,7 @@ def chained(run: Run, chain: Chain) -> Iterator[Layer | Iteration]:
                 yield run.commit_covered(slots, tuple(verdicts), depth)
             else:
                 yield run.commit(slots)
-            # The device knows nothing of stop strings and budgets.
+            # The device has_logits nothing of stop strings and budgets.
             whole = not run.hypotheses.stopped() and all(node.finish in (None, "eos") for node in slots)
             if not whole:
                 break

@@ -11,10 +11,10 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from dsbd_cli.decoding.events import Iteration, Layer
-from dsbd_cli.decoding.forest import Forest
-from dsbd_cli.decoding.run import Run
-from dsbd_cli.decoding.tree import Node
+from dsbd_cli.decoding.methods.proposers import Forest
+from dsbd_cli.decoding.methods.run import Run
+from dsbd_cli.decoding.tree.events import Iteration, Layer
+from dsbd_cli.decoding.tree.sequences import Node
 
 _NONE = np.float32(-1e9)
 
@@ -97,7 +97,7 @@ def beam_search(run: Run, early_stopping: str, length_penalty: float) -> Iterato
             state.step()
             running = state.running
             drafted = depth < len(forest.layers)
-            verdicts = tuple(run.target.knows(node) for node in running) if drafted else ()
+            verdicts = tuple(run.target.has_logits(node) for node in running) if drafted else ()
             yield run.commit_covered(running, verdicts, depth if drafted else None)
             run.hypotheses.pool = [node for node, _ in state._finished]
             if state.done or not run.known():

@@ -12,12 +12,12 @@ from functools import partial
 
 import numpy as np
 
-from dsbd_cli.decoding.events import Iteration, Layer
-from dsbd_cli.decoding.forest import DraftLayer, Forest
-from dsbd_cli.decoding.law import Support
+from dsbd_cli.decoding.law.distribution import Support
+from dsbd_cli.decoding.law.verification import align, verify_draws
 from dsbd_cli.decoding.methods.chained import chained
-from dsbd_cli.decoding.run import Run
-from dsbd_cli.decoding.verify import align, verify_draws
+from dsbd_cli.decoding.methods.proposers import DraftLayer, Forest
+from dsbd_cli.decoding.methods.run import Run
+from dsbd_cli.decoding.tree.events import Iteration, Layer
 
 
 def dsbd(run: Run, verify: str) -> Iterator[Layer | Iteration]:
@@ -51,7 +51,7 @@ def verify_layer(run: Run, drafted: DraftLayer, depth: int) -> Layer:
     support = run.p_beam()
     keys, p, q, draws = _aligned(run, support, drafted)
     width = run.widths.for_draws(p, q, len(drafted.draws))
-    result = verify_draws(p, q, draws, width, run.chance)
+    result = verify_draws(p, q, draws, width, run.sampler)
     # A slot has mass under p, so its key is one of the support's own (ascending) keys.
     own = np.searchsorted(_keys(support.parent, support.token), keys[list(result.slots)])
     slots = [run.node(support, int(i)) for i in own]
@@ -101,9 +101,9 @@ def cover_layers(run: Run, forest: Forest, verify: str = "cover") -> Iterator[La
     for depth, drafted in enumerate(forest.layers):
         support = run.p_beam()
         width = run.widths.for_cover(partial(_mass_inside, run, support, drafted))
-        slots = [run.node(support, i) for i in run.chance.picks(support.prob, width)]
+        slots = [run.node(support, i) for i in run.sampler.sample(support.prob, width)]
         # A finished sequence needs no node of the forest.
-        verdicts = tuple(node.finish is not None or run.target.knows(node) for node in slots)
+        verdicts = tuple(node.finish is not None or run.target.has_logits(node) for node in slots)
         yield run.commit_covered(slots, verdicts, depth)
         if run.hypotheses.stopped() or not run.known():
             return

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from dsbd_cli.decoding.chance import Chance
-from dsbd_cli.decoding.events import Iteration, Layer
-from dsbd_cli.decoding.forest import DraftLayer, Forest, draft_room
-from dsbd_cli.decoding.law import Warp
+from dsbd_cli.decoding.law.distribution import LogitsProcessor
+from dsbd_cli.decoding.law.sampling import Sampler
 from dsbd_cli.decoding.methods.dsbd import verify_layer
-from dsbd_cli.decoding.model import TreeModel
-from dsbd_cli.decoding.run import Run
-from dsbd_cli.decoding.tree import Node, Trie
+from dsbd_cli.decoding.methods.proposers import DraftLayer, Forest, draft_room
+from dsbd_cli.decoding.methods.run import Run
+from dsbd_cli.decoding.model.protocol import TreeModel
+from dsbd_cli.decoding.tree.events import Iteration, Layer
+from dsbd_cli.decoding.tree.sequences import Node, Trie
 
 
 class TreeProposer:
@@ -26,10 +26,15 @@ class TreeProposer:
     """
 
     def __init__(
-        self, draft: TreeModel, trie: Trie, warp: Warp, expansion: Sequence[int], chance: Chance
+        self,
+        draft: TreeModel,
+        trie: Trie,
+        processor: LogitsProcessor,
+        expansion: Sequence[int],
+        sampler: Sampler,
     ) -> None:
-        self._draft, self._trie, self._warp = draft, trie, warp
-        self._expansion, self._chance = expansion, chance
+        self._draft, self._trie, self._processor = draft, trie, processor
+        self._expansion, self._sampler = expansion, sampler
         self.exhausted = False
 
     def propose(self, beams: list[Node], depth: int) -> Forest:
@@ -43,9 +48,9 @@ class TreeProposer:
             self._draft.forward(level)
             found: dict[Node, None] = {}
             for node in level:
-                support = self._draft.joint([node], [0.0], self._warp)
-                picks = self._chance.picks(support.prob, count)
-                draws = [self._trie.child(node, int(support.token[i])) for i in picks]
+                support = self._draft.joint([node], [0.0], self._processor)
+                sample = self._sampler.sample(support.prob, count)
+                draws = [self._trie.child(node, int(support.token[i])) for i in sample]
                 layers.append(DraftLayer([node], support, draws))
                 found |= dict.fromkeys(draw for draw in draws if draw.finish is None)
             level = list(found)

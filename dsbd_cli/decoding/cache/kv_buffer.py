@@ -1,0 +1,236 @@
+"""One key/value buffer a model, in which every sequence of the run shares its slots (design.md section 5).
+
+A node owns one slot, a sequence is a set of slots, and a mask says who sees whom. Positions are
+applied before caching, so slots need no order: dropping a beam frees its slots and moves nothing.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+# Slot 0 is never given out: padded rows of a fixed-size forward write there, and only they see it.
+SPARE = 0
+
+
+class Slots:
+    """Which slots are free. Lowest first, so that the used part stays short and forwards cheap.
+
+    Attributes:
+        capacity: slots there are, the spare one included; grows by doubling.
+        live: slots given out and not freed.
+        peak: the largest `live` since `reset_peak`.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        self.live = 0
+        self.peak = 0
+        self._free = list(range(1, capacity))
+        self._taken = bytearray(capacity)
+        self._taken[SPARE] = 1
+        self._top = 1
+
+    @property
+    def used(self) -> int:
+        """One past the highest slot in use: all that a forward has to look at."""
+        return self._top
+
+    def take(self, count: int) -> list[int]:
+        """The `count` lowest free slots, ascending; doubles the capacity until they exist."""
+        while len(self._free) < count:
+            self.grow(2 * self.capacity)
+        slots = [heapq.heappop(self._free) for _ in range(count)]
+        for slot in slots:
+            self._taken[slot] = 1
+        self.live += count
+        self.peak = max(self.peak, self.live)
+        if slots:
+            self._top = max(self._top, slots[-1] + 1)
+        return slots
+
+    def give(self, slots: Iterable[int]) -> None:
+        """Free `slots`, each given out before."""
+        for slot in slots:
+            if slot == SPARE or not self._taken[slot]:
+                raise ValueError(f"slot {slot} is not in use")
+            self._taken[slot] = 0
+            heapq.heappush(self._free, slot)
+            self.live -= 1
+        while not self._taken[self._top - 1]:
+            self._top -= 1
+
+    def grow(self, capacity: int) -> None:
+        """Make room up to `capacity` slots; never shrinks."""
+        if capacity <= self.capacity:
+            return
+        # Appending larger numbers keeps a heap a heap.
+        self._free.extend(range(self.capacity, capacity))
+        self._taken.extend(bytes(capacity - self.capacity))
+        self.capacity = capacity
+
+    def reset_peak(self) -> None:
+        self.peak = self.live
+
+
+class KVBuffer:
+    """The cache that Hugging Face modelling code is handed: `update` writes at chosen slots.
+
+    Buffers are made at the first update, when the layer shows its shape: `[1, heads, capacity, size]`.
+    Duck-typed on purpose: a subclass of `transformers.Cache` would bring lengths, masks and layers
+    that mean a sequence, not a tree.
+
+    Attributes:
+        slots: int64 [N] on the device, where the running forward writes.
+        used: how many slots the running forward looks at.
+        length: the same as int64 [1] on the device, for attention that reads it there.
+    """
+
+    is_compileable = False
+    is_sliding: tuple[bool, ...] = ()
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        self.slots = torch.zeros(0, dtype=torch.long)
+        self.used = 0
+        self.length = torch.zeros(1, dtype=torch.long)
+        self.keys: dict[int, Tensor] = {}
+        self.values: dict[int, Tensor] = {}
+        self._positions = torch.zeros(0, dtype=torch.long)
+
+    def update(self, key: Tensor, value: Tensor, layer_idx: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        """Write `key`, `value` ([1, heads, N, size]) at `slots`; returns both up to `used`."""
+        keys, values = self.buffers(layer_idx, key.shape[1], key.shape[3], value.shape[3], key)
+        keys.index_copy_(2, self.slots, key)
+        values.index_copy_(2, self.slots, value)
+        return keys[:, :, : self.used], values[:, :, : self.used]
+
+    def buffers(
+        self, layer: int, heads: int, key_size: int, value_size: int, like: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """A layer's keys and values, `[1, heads, capacity, size]` each, of the kind of `like`."""
+        if layer not in self.keys:
+            # Zeros, not empty: a masked slot has weight 0, but 0 x NaN is NaN.
+            self.keys[layer] = like.new_zeros((1, heads, self.capacity, key_size))
+            self.values[layer] = like.new_zeros((1, heads, self.capacity, value_size))
+        return self.keys[layer], self.values[layer]
+
+    def get_seq_length(self, *_: Any, **__: Any) -> int:
+        """Asked for positions and masks only, both of which are given: no sequence has a length here."""
+        return 0
+
+    def note(self, positions: Tensor) -> Tensor:
+        """Write down the positions of this forward's slots; returns those of all slots up to `used`.
+
+        (Only models with a sliding window ask.)
+        """
+        if len(self._positions) < self.capacity:
+            old = self._positions
+            self._positions = positions.new_zeros(self.capacity)
+            self._positions[: len(old)] = old
+        self._positions.index_copy_(0, self.slots, positions)
+        return self._positions[: self.used]
+
+    def grow(self, capacity: int) -> None:
+        """Enlarge every buffer to `capacity` slots, contents kept."""
+        if capacity <= self.capacity:
+            return
+        for store in (self.keys, self.values):
+            for layer, old in store.items():
+                new = old.new_zeros((*old.shape[:2], capacity, old.shape[3]))
+                new[:, :, : self.capacity] = old
+                store[layer] = new
+        self.capacity = capacity
+
+    def clear(self) -> None:
+        """Zero everything: what a broken forward wrote must not reach a later one."""
+        for store in (self.keys, self.values):
+            for buffer in store.values():
+                buffer.zero_()
+
+    @property
+    def bytes_per_slot(self) -> int:
+        """Keys and values of one token over all layers; 0 before the first forward."""
+        buffers = [*self.keys.values(), *self.values.values()]
+        return sum(buffer[:, :, 0].numel() * buffer.element_size() for buffer in buffers)
+
+
+class TreeMasks:
+    """Who sees which slot: one additive row per open node (a node that may still get children).
+
+    A row is never mended: a slot is freed only together with everything below it, so no open row
+    shows a freed slot, and a slot given out again starts unseen.
+
+    Args:
+        slots: row length.
+        dtype: the model's; hidden slots hold its most negative number, seen ones 0. (Boolean masks
+            are silently wrong under eager attention.)
+    """
+
+    def __init__(self, rows: int, slots: int, dtype: torch.dtype, device: torch.device) -> None:
+        self.hidden = torch.finfo(dtype).min
+        self.table = torch.full((rows, slots), self.hidden, dtype=dtype, device=device)
+        # Row 0 belongs to the spare slot, so that no padded row is hidden from everything (NaN).
+        self.table[0, SPARE] = 0
+        self._free = list(range(rows - 1, 0, -1))
+
+    def take(self, count: int) -> list[int]:
+        """`count` row numbers; what they held is to be overwritten."""
+        while len(self._free) < count:
+            rows, slots = self.table.shape
+            self._resize(2 * rows, slots)
+            self._free.extend(range(2 * rows - 1, rows - 1, -1))
+        return [self._free.pop() for _ in range(count)]
+
+    def give(self, rows: Iterable[int]) -> None:
+        self._free.extend(rows)
+
+    def grow(self, slots: int) -> None:
+        if slots > self.table.shape[1]:
+            self._resize(self.table.shape[0], slots)
+
+    def _resize(self, rows: int, slots: int) -> None:
+        old = self.table
+        self.table = old.new_full((rows, slots), self.hidden)
+        self.table[: old.shape[0], : old.shape[1]] = old
+
+    def show(self, row: int, slots: Tensor) -> None:
+        """Make `row` see exactly `slots`."""
+        self.table[row] = self.hidden
+        self.table[row, slots] = 0
+
+    def see(self, row: int, slots: Tensor) -> None:
+        """Let `row` see `slots` (int64 [N]) as well."""
+        self.table[row, slots] = 0
+
+    def causal(self, row: int, slots: Tensor) -> Tensor:
+        """[N, table width]: what `row` sees, and of `slots` (int64 [N]) each its own and those before it.
+
+        `row` sees all of them afterwards.
+        """
+        count = len(slots)
+        mask = self.table[row].repeat(count, 1)
+        mask.index_copy_(1, slots, mask.new_full((count, count), self.hidden).triu(1))
+        self.see(row, slots)
+        return mask
+
+    def extend(self, base: Tensor, rows: Tensor, slots: Tensor, inside: Tensor) -> Tensor:
+        """Rows for N new nodes, from the row of each one's nearest ancestor that existed before.
+
+        Args:
+            base, rows: int64 [N], rows to start from and rows to write.
+            slots: int64 [N], the new nodes' slots.
+            inside: bool [N, N], whether node i sees node j of this batch (itself, ancestors).
+
+        Returns:
+            [N, table width], the mask of the forward.
+        """
+        mask = self.table.index_select(0, base)
+        own = torch.zeros_like(inside, dtype=mask.dtype).masked_fill_(~inside, self.hidden)
+        mask.index_copy_(1, slots, own)
+        self.table.index_copy_(0, rows, mask)
+        return mask

@@ -1,0 +1,347 @@
+"""Which nodes of the tree a model has computed, where they lie, and what the next forward needs to know.
+
+Bookkeeping only: it turns nodes into slots, positions and mask rows, and frees what no sequence
+needs any more. Every node's mask row is its parent's row plus its own slot (`kv_pool.TreeMasks`),
+so nothing here walks a sequence: the work of a step is that of its new nodes. design.md section 5.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from dsbd_cli.decoding.cache.kv_buffer import KVBuffer, Slots, TreeMasks
+from dsbd_cli.decoding.tree.sequences import Node
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One forward over N nodes, parents first.
+
+    Attributes:
+        ids, positions, slots: token, position and slot of each node.
+        mask_rows: the mask row that each node gets.
+        base: the mask row of the nearest ancestor outside this forward.
+        inside: bool [N, N], whether node i sees node j of this forward (itself or an ancestor).
+        used: slots to look at.
+    """
+
+    ids: list[int]
+    positions: list[int]
+    slots: list[int]
+    mask_rows: list[int]
+    base: list[int]
+    inside: np.ndarray
+    used: int
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+
+@dataclass(eq=False, slots=True)
+class Reservation:
+    """Space for nodes that are only known once they are computed.
+
+    Attributes:
+        slots, mask_rows: of each place.
+        places: the computed nodes that may live on, with their places; None while the device works on it.
+    """
+
+    slots: list[int]
+    mask_rows: list[int]
+    places: dict[Node, int] | None = None
+
+
+@dataclass(slots=True)
+class _Entry:
+    """A computed node: its slot, how many computed children it has, its open mask row (0: closed)."""
+
+    slot: int
+    children: int = 0
+    mask_row: int = 0
+
+
+class TreeCache:
+    """One model's tree over one key/value buffer.
+
+    Args:
+        capacity, rows: slots and mask rows to start with; both double when they run out.
+        dtype, device: the model's.
+
+    Attributes:
+        slots, cache, masks: the three stores, all of the same capacity.
+        prompt: token ids behind which the tree grows.
+        root: the node that stands for the prompt.
+    """
+
+    def __init__(self, capacity: int, rows: int, dtype: torch.dtype, device: torch.device) -> None:
+        self.slots = Slots(capacity)
+        self.cache = KVBuffer(capacity)
+        self.masks = TreeMasks(rows, capacity, dtype, device)
+        self.device = device
+        self.prompt: list[int] = []
+        self.root = Node(-1, None)
+        self._prompt_slots: list[int] = []
+        self._entries: dict[Node, _Entry] = {}
+        self._tips: set[Node] = set()
+        self._open: set[Node] = set()
+        self._reservations: list[Reservation] = []
+
+    def pointers(self) -> tuple[int, int]:
+        """Changes whenever a buffer is replaced by a larger one: recordings hold addresses."""
+        return self.cache.capacity, self.masks.table.data_ptr()
+
+    # A new prompt.
+
+    def shared_prefix(self, ids: Sequence[int]) -> list[int]:
+        """Slots that already hold the beginning of `ids`, at most all but the last token of it."""
+        limit = len(ids) - 1
+        shared = 0
+        while shared < min(limit, len(self.prompt)) and self.prompt[shared] == ids[shared]:
+            shared += 1
+        slots = self._prompt_slots[:shared]
+        if shared == len(self.prompt) and self._entries:
+            below = {(node.parent, node.token): node for node in self._entries if node.parent is not None}
+            node = below.get((self.root, ids[shared])) if shared < limit else None
+            while node is not None:
+                slots.append(self._entries[node].slot)
+                node = below.get((node, ids[len(slots)])) if len(slots) < limit else None
+        return slots
+
+    def start(self, ids: Sequence[int], root: Node, kept: list[int], room: int) -> None:
+        """Free everything but the `kept` slots, which hold the first tokens of the new prompt `ids`.
+
+        Args:
+            room: slots to have ready beyond the prompt.
+        """
+        self.release_all()
+        held = set(kept)
+        slots = {*self._prompt_slots, *(entry.slot for entry in self._entries.values())}
+        self.masks.give(self._entries[node].mask_row for node in self._open)
+        self.slots.give(slots - held)
+        self.slots.reset_peak()
+        self.prompt, self._prompt_slots, self.root = list(ids), list(kept), root
+        capacity = self.slots.capacity
+        while capacity < len(ids) + 1 + room:
+            capacity *= 2
+        self._grow(capacity)
+        entry = _Entry(-1, mask_row=self.masks.take(1)[0])
+        self.masks.show(entry.mask_row, torch.tensor(kept, device=self.device, dtype=torch.long))
+        self._entries, self._tips, self._open = {root: entry}, {root}, {root}
+
+    def prompt_plan(self, begin: int, end: int) -> Plan:
+        """Prompt tokens `begin` to `end`, in order; `inside` is left empty: each sees those before it."""
+        slots = self._take(end - begin)
+        self._prompt_slots += slots
+        entry = self._entries[self.root]
+        entry.slot = slots[-1]
+        row, count = entry.mask_row, end - begin
+        ids, positions = self.prompt[begin:end], list(range(begin, end))
+        nothing = np.zeros((0, 0), dtype=bool)
+        return Plan(ids, positions, slots, [row] * count, [row] * count, nothing, self.slots.used)
+
+    def straight(self, end: int) -> bool:
+        """Whether the first `end` prompt tokens lie in slots 1, 2, ... in order."""
+        return self._prompt_slots[:end] == list(range(1, end + 1))
+
+    # The tree.
+
+    def __contains__(self, node: Node) -> bool:
+        return node in self._entries or any(
+            node in (reservation.places or ()) for reservation in self._reservations
+        )
+
+    def missing(self, wanted: Iterable[Node]) -> list[Node]:
+        """`wanted` nodes, and their ancestors that are not computed yet, parents first."""
+        batch: dict[Node, None] = {}
+        for node in wanted:
+            path: list[Node] = []
+            while node not in batch and (not path or node not in self._entries):
+                path.append(node)
+                assert node.parent is not None
+                node = node.parent
+            batch |= dict.fromkeys(reversed(path))
+        return list(batch)
+
+    def plan(self, nodes: list[Node]) -> Plan:
+        """Enter `nodes` (parents first) into the tree; what their forward needs."""
+        count = len(nodes)
+        place = {node: i for i, node in enumerate(nodes)}
+        fresh = [node for node in nodes if node not in self._entries]
+        slots = dict(zip(fresh, self._take(len(fresh)), strict=True))
+        open_rows = [self._entries[node].mask_row if node in self._open else 0 for node in nodes]
+        new_rows = iter(self.masks.take(open_rows.count(0)))
+        mask_rows = [row or next(new_rows) for row in open_rows]
+        inside = np.zeros((count, count), dtype=bool)
+        base: list[int] = []
+        for i, (node, mask_row) in enumerate(zip(nodes, mask_rows, strict=True)):
+            parent = node.parent
+            assert parent is not None
+            if parent in place:
+                inside[i] = inside[place[parent]]
+                base.append(base[place[parent]])
+            else:
+                # A known node's own row holds all that its parent's does, and is open.
+                base.append(open_rows[i] or self._open_row(parent))
+            inside[i, i] = True
+            if node in slots:
+                self._entries[node] = _Entry(slots[node])
+                self._entries[parent].children += 1
+                self._tips.discard(parent)
+                self._tips.add(node)
+            self._entries[node].mask_row = mask_row
+            self._open.add(node)
+        return Plan(
+            [node.token for node in nodes],
+            [self.position(node) for node in nodes],
+            [self._entries[node].slot for node in nodes],
+            mask_rows,
+            base,
+            inside,
+            self.slots.used,
+        )
+
+    @property
+    def reserved(self) -> int:
+        """Slots (and as many mask rows) that are claimed and not entered."""
+        return sum(len(reservation.slots) for reservation in self._reservations)
+
+    def reserve(self, count: int) -> Reservation:
+        """Slots and mask rows for `count` nodes that are only known once they are computed."""
+        reservation = Reservation(self._take(count), self.masks.take(count))
+        self._reservations.append(reservation)
+        return reservation
+
+    def adopt(self, reservation: Reservation, places: dict[Node, int]) -> None:
+        """Nodes computed in places of a reservation: the next `retain` enters those that live on."""
+        reservation.places = places
+
+    def release(self, reservation: Reservation) -> None:
+        """Give a reservation back; nothing of it is entered."""
+        self._reservations.remove(reservation)
+        self.slots.give(reservation.slots)
+        self.masks.give(reservation.mask_rows)
+
+    def release_all(self) -> None:
+        """Give back whatever is claimed."""
+        for reservation in list(self._reservations):
+            self.release(reservation)
+
+    def _settle(self, leaves: Iterable[Node]) -> None:
+        """Enter the computed nodes among and above `leaves`; the rest of their reservations is given back.
+
+        Most of a forest dies in the iteration that made it: those nodes are never entered.
+        """
+        landed = [reservation for reservation in self._reservations if reservation.places is not None]
+        entered: dict[int, set[int]] = {id(reservation): set() for reservation in landed}
+        for leaf in leaves:
+            path: list[tuple[Node, Reservation, int]] = []
+            node: Node | None = leaf
+            while node is not None and node not in self._entries:
+                for reservation in landed:
+                    assert reservation.places is not None
+                    if (place := reservation.places.get(node)) is not None:
+                        path.append((node, reservation, place))
+                        break
+                node = node.parent
+            for new, reservation, place in reversed(path):
+                entered[id(reservation)].add(place)
+                assert new.parent is not None
+                self._entries[new] = _Entry(reservation.slots[place], mask_row=reservation.mask_rows[place])
+                self._entries[new.parent].children += 1
+                self._tips.discard(new.parent)
+                self._tips.add(new)
+                self._open.add(new)
+        for reservation in landed:
+            kept = entered[id(reservation)]
+            self._reservations.remove(reservation)
+            self.slots.give(slot for place, slot in enumerate(reservation.slots) if place not in kept)
+            self.masks.give(row for place, row in enumerate(reservation.mask_rows) if place not in kept)
+
+    def withdraw(self, nodes: Sequence[Node]) -> None:
+        """Take planned nodes (parents first) out again, as if they had never been computed."""
+        for node in reversed(nodes):
+            if self._entries[node].children == 0:
+                self.slots.give([self._remove(node)])
+        self._tips = {node for node, entry in self._entries.items() if entry.children == 0}
+
+    def position(self, node: Node) -> int:
+        """The position of a node's token."""
+        return len(self.prompt) - 1 + node.depth
+
+    def mask_row(self, node: Node) -> int:
+        """The mask row of a computed node."""
+        return self._open_row(node)
+
+    def retain(self, leaves: Iterable[Node]) -> set[Node]:
+        """Free every node that is neither one of `leaves` nor above one; the nodes that may go on growing.
+
+        Leaves need not be computed yet; the root always stays.
+        """
+        leaves = list(leaves)
+        if self._reservations:
+            self._settle(leaves)
+        keep = {self.root}
+        for leaf in leaves:
+            node = leaf
+            while node not in self._entries:
+                assert node.parent is not None
+                node = node.parent
+            keep.add(node)
+        freed = []
+        for tip in self._tips - keep:
+            node = tip
+            while node not in keep and self._entries[node].children == 0:
+                freed.append(self._remove(node))
+                assert node.parent is not None
+                node = node.parent
+        self.slots.give(freed)
+        living = (self._tips & self._entries.keys()) | keep
+        self._tips = {node for node in living if self._entries[node].children == 0}
+        for node in self._open - keep:
+            self._close(node)
+        return keep
+
+    # Inside.
+
+    def _open_row(self, node: Node) -> int:
+        """The mask row of a computed node; drawn anew where it was closed."""
+        entry = self._entries[node]
+        if not entry.mask_row:
+            slots = list(self._prompt_slots)
+            at = node
+            while at is not self.root:
+                slots.append(self._entries[at].slot)
+                assert at.parent is not None
+                at = at.parent
+            entry.mask_row = self.masks.take(1)[0]
+            self.masks.show(entry.mask_row, torch.tensor(slots, device=self.device))
+            self._open.add(node)
+        return entry.mask_row
+
+    def _remove(self, node: Node) -> int:
+        """Take a childless node out; its slot, to be given back."""
+        self._close(node)
+        assert node.parent is not None
+        self._entries[node.parent].children -= 1
+        return self._entries.pop(node).slot
+
+    def _close(self, node: Node) -> None:
+        """Give back a node's mask row; its keys and values stay."""
+        if node in self._open:
+            self._open.discard(node)
+            self.masks.give([self._entries[node].mask_row])
+            self._entries[node].mask_row = 0
+
+    def _take(self, count: int) -> list[int]:
+        slots = self.slots.take(count)
+        self._grow(self.slots.capacity)
+        return slots
+
+    def _grow(self, capacity: int) -> None:
+        self.slots.grow(capacity)
+        self.cache.grow(capacity)
+        self.masks.grow(capacity)

@@ -1,0 +1,197 @@
+"""One decoder layer of a Llama-shaped model, [N, hidden] to [N, hidden], over the slots of a tree."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention.bias import causal_lower_right
+
+from dsbd_cli.decoding.cache.kv_buffer import KVBuffer
+from dsbd_cli.decoding.forward.linears import Linear, fused
+
+
+class Norm:
+    """RMS norm over the last dimension."""
+
+    def __init__(self, norm: Any, dtype: torch.dtype) -> None:
+        self.weight = norm.weight.detach().to(dtype)
+        self.eps = float(norm.variance_epsilon)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+
+
+class _Layer:
+    """What both kinds of layer hold.
+
+    Attributes:
+        heads, groups, shared, size: query heads, key/value heads, query heads a key head, their width.
+    """
+
+    def __init__(self, index: int, layer: Any, kind: type, dtype: torch.dtype) -> None:
+        attention, mlp = layer.self_attn, layer.mlp
+        self.index = index
+        self.size = int(attention.head_dim)
+        self.heads = int(attention.config.num_attention_heads)
+        self.groups = int(attention.config.num_key_value_heads)
+        self.shared = self.heads // self.groups
+        self.scaling = float(attention.scaling)
+        self.before, self.after = (
+            Norm(layer.input_layernorm, dtype),
+            Norm(layer.post_attention_layernorm, dtype),
+        )
+        self.head_norms: tuple[Norm, Norm] | None = None
+        if hasattr(attention, "q_norm"):
+            self.head_norms = Norm(attention.q_norm, dtype), Norm(attention.k_norm, dtype)
+        self.qkv: Linear = fused([attention.q_proj, attention.k_proj, attention.v_proj], kind)
+        self.out: Linear = fused([attention.o_proj], kind, self._columns())
+        self.gate_up: Linear = fused([mlp.gate_proj, mlp.up_proj], kind)
+        self.down: Linear = fused([mlp.down_proj], kind)
+
+    def _columns(self) -> Tensor | None:
+        """The order of heads in which `out` gets its input, as columns; None: as the model has them."""
+        return None
+
+    def _over_prompt(self, query: Tensor, keys: Tensor, values: Tensor, used: int) -> Tensor:
+        """Each token of a prompt sees those before it: slots 1, 2, ... hold it in order.
+
+        Args:
+            query: [1, heads, N, size], the last N tokens up to slot `used`.
+
+        Returns:
+            [1, heads, N, size].
+        """
+        count = query.shape[2]
+        keys, values = keys[:, :, 1:used], values[:, :, 1:used]
+        options: dict[str, Any] = {"is_causal": True}
+        if count < used - 1:
+            options = {"attn_mask": causal_lower_right(count, used - 1)}
+        return F.scaled_dot_product_attention(
+            query, keys, values, scale=self.scaling, enable_gqa=self.shared > 1, **options
+        )
+
+    def _over_slots(self, query: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:
+        """Masked attention, [1, heads, N, size] to the same; heads may be rows of their group instead."""
+        gqa = query.shape[1] != keys.shape[1]
+        return F.scaled_dot_product_attention(
+            query, keys, values, attn_mask=mask, scale=self.scaling, enable_gqa=gqa
+        )
+
+
+class TorchLayer(_Layer):
+    """Tensor operations only: any device, any dtype."""
+
+    def __call__(self, x: Tensor, cache: KVBuffer, cos: Tensor, sin: Tensor, mask: Tensor | None) -> Tensor:
+        """One layer.
+
+        Args:
+            x: [N, hidden].
+            cache: `slots` and `used` are set for this forward.
+            cos, sin: [N, size], of the nodes' positions.
+            mask: additive; [1, 1, N x shared, used] (rows in the order node, head of a group) or
+                [1, 1, N, used]; None for a prompt (`_over_prompt`).
+        """
+        count = len(x)
+        qkv = self.qkv(self.before(x)).view(count, self.heads + 2 * self.groups, self.size)
+        value = qkv[:, self.heads + self.groups :]
+        turn = qkv[:, : self.heads + self.groups]
+        if self.head_norms is not None:
+            q_norm, k_norm = self.head_norms
+            turn = torch.cat([q_norm(turn[:, : self.heads]), k_norm(turn[:, self.heads :])], 1)
+        low, high = turn.chunk(2, -1)
+        turn = turn * cos[:, None] + torch.cat((-high, low), -1) * sin[:, None]
+        cache.update(turn[:, self.heads :].transpose(0, 1)[None], value.transpose(0, 1)[None], self.index)
+        keys, values = cache.keys[self.index], cache.values[self.index]
+        query = turn[:, : self.heads].transpose(0, 1)[None]
+        if mask is None:
+            seen = self._over_prompt(query, keys, values, cache.used)[0].transpose(0, 1)
+        else:
+            keys, values = keys[:, :, : cache.used], values[:, :, : cache.used]
+            folded = mask.shape[2] != count
+            if folded:
+                # Heads that share keys become rows: nothing is repeated but the mask.
+                query = query.view(self.groups, self.shared, count, self.size).transpose(1, 2)
+                query = query.reshape(1, self.groups, count * self.shared, self.size)
+            seen = self._over_slots(query, keys, values, mask)[0]
+            if folded:
+                seen = seen.view(self.groups, count, self.shared, self.size).transpose(0, 1)
+            else:
+                seen = seen.transpose(0, 1)
+        x = self.out(seen.reshape(count, self.heads * self.size), x)
+        gate, up = self.gate_up(self.after(x)).chunk(2, -1)
+        return self.down(F.silu(gate).mul_(up), x)
+
+
+class _KernelLayer(_Layer):
+    """Products by torch, everything between them by compiled kernels; same call as `TorchLayer`."""
+
+    def __init__(self, index: int, layer: Any, kind: type, dtype: torch.dtype, kernels: Any) -> None:
+        super().__init__(index, layer, kind, dtype)
+        self.kernels = kernels
+        norms = self.head_norms
+        self._weights = None if norms is None else (norms[0].weight, norms[1].weight)
+        self._eps = 0.0 if norms is None else norms[0].eps
+
+    def __call__(self, x: Tensor, cache: KVBuffer, cos: Tensor, sin: Tensor, mask: Tensor | None) -> Tensor:
+        kernels = self.kernels
+        qkv = self.qkv(kernels.rms(x, self.before.weight, self.before.eps))
+        keys, values = cache.buffers(self.index, self.groups, self.size, self.size, x)
+        query = kernels.rope(qkv, cos, sin, cache.slots, self._weights, keys, values, self.heads, self._eps)
+        x = self.out(self._attend(query, keys, values, mask, cache), x)
+        both = self.gate_up(kernels.rms(x, self.after.weight, self.after.eps))
+        return self.down(kernels.silu(both), x)
+
+    def _attend(
+        self, query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, cache: KVBuffer
+    ) -> Tensor:
+        """[N x shared, groups, size] to the input of `out`, [N, heads x size]."""
+        raise NotImplementedError
+
+    def _by_head(self, query: Tensor) -> Tensor:
+        """[N x shared, groups, size] as [1, heads, N, size] in the model's order of heads."""
+        query = query.view(-1, self.shared, self.groups, self.size)
+        return query.permute(2, 1, 0, 3).reshape(1, self.heads, -1, self.size)
+
+
+class NativeLayer(_KernelLayer):
+    """CPU: kernels from `native`, attention by torch with the heads of a group as rows.
+
+    Attention then leaves [node, head of a group, group, size]; `out` takes its columns in that order.
+    """
+
+    def _columns(self) -> Tensor | None:
+        if self.shared == 1:
+            return None
+        order = torch.arange(self.heads * self.size).view(self.groups, self.shared, self.size)
+        return order.transpose(0, 1).reshape(-1)
+
+    def _attend(
+        self, query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, cache: KVBuffer
+    ) -> Tensor:
+        count = query.shape[0] // self.shared
+        if mask is not None and mask.shape[2] == query.shape[0]:
+            keys, values = keys[:, :, : cache.used], values[:, :, : cache.used]
+            seen = self._over_slots(query.transpose(0, 1)[None], keys, values, mask).transpose(1, 2)
+        else:
+            if mask is None:
+                seen = self._over_prompt(self._by_head(query), keys, values, cache.used)
+            else:
+                keys, values = keys[:, :, : cache.used], values[:, :, : cache.used]
+                seen = self._over_slots(self._by_head(query), keys, values, mask)
+            seen = seen.view(self.groups, self.shared, count, self.size).permute(2, 1, 0, 3)
+        return seen.reshape(count, self.heads * self.size)
+
+
+class TritonLayer(_KernelLayer):
+    """CUDA: kernels and tree attention from `triton_kernels`; prompts by torch's flash attention."""
+
+    def _attend(
+        self, query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, cache: KVBuffer
+    ) -> Tensor:
+        if mask is not None:
+            return self.kernels.attend(query, keys, values, mask[0, 0], cache.length, self.scaling)
+        seen = self._over_prompt(self._by_head(query), keys, values, cache.used)
+        return seen[0].transpose(0, 1).reshape(-1, self.heads * self.size)

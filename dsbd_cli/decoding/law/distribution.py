@@ -1,0 +1,147 @@
+"""The one distribution that every method draws from: `p_beam` (design.md section 1). numpy only."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+# How many of the largest joint weights are sorted first when top-p has no top-k to lean on.
+_HEAD = 1024
+
+
+class Row(NamedTuple):
+    """A node's conditional: token ids and raw log-probabilities, best first (ties: lower id first).
+
+    Attributes:
+        tokens: int64 [n].
+        logps: float64 [n], the model's raw log-softmax, never warped.
+    """
+
+    tokens: np.ndarray
+    logps: np.ndarray
+
+
+@dataclass(frozen=True)
+class LogitsProcessor:
+    """T: temperature, then top-k, then top-p, once on the joint. 0 = argmax, k 0 = off, p 1 = off."""
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0 or self.top_k == 1 or self.top_p == 0
+
+    @property
+    def top_n(self) -> int:
+        """How many entries of each node's row decide the joint exactly; 0 = the whole row."""
+        return 1 if self.greedy else self.top_k
+
+
+class Support(NamedTuple):
+    """The warped joint on its non-zero support, in canonical order (parent, then token id).
+
+    The order does not depend on the weights, so rounding moves a draw only where it moves a
+    cumulative sum, and two forwards of different shape give the same draw from the same uniform.
+
+    Attributes:
+        parent: int64 [n], index into the list of parents.
+        token: int64 [n].
+        logp: float64 [n], raw conditional log-probability of the token under its parent.
+        prob: float64 [n], sums to 1.
+    """
+
+    parent: np.ndarray
+    token: np.ndarray
+    logp: np.ndarray
+    prob: np.ndarray
+
+
+def joint(scores: Sequence[float] | np.ndarray, rows: Sequence[Row], processor: LogitsProcessor) -> Support:
+    """`p_beam` (or `q_beam`) over parents x vocabulary: T once on `scores[i] + rows[i].logps`.
+
+    Args:
+        scores: [I] log weights of the parents (`l(x)`), finite.
+        rows: [I] conditionals; each holds at least the `processor.top_n` best tokens (0: all).
+        processor: T.
+
+    Ties go to the higher weight, then the earlier parent, then the lower token id. Top-p is taken
+    of the mass that top-k left, as Hugging Face does.
+    """
+    parent = np.repeat(np.arange(len(rows)), [len(row.tokens) for row in rows])
+    token = np.concatenate([row.tokens for row in rows])
+    logp = np.concatenate([row.logps for row in rows])
+    log_weight = np.asarray(scores, dtype=np.float64)[parent] + logp
+    size = 1 if processor.greedy else processor.top_k
+    if size == 0 and processor.top_p >= 1:
+        keep = np.flatnonzero(log_weight > -np.inf)
+        prob = _weights(log_weight[keep], log_weight.max(), processor.temperature)
+        prob /= prob.sum()
+    else:
+        keep, prob = _head(log_weight, parent, token, size, processor)
+    # exp(log_weight / tau) can underflow to an exact zero: such an entry is outside the support.
+    keep, prob = keep[prob > 0], prob[prob > 0]
+    order = np.lexsort((token[keep], parent[keep]))
+    keep = keep[order]
+    return Support(parent[keep], token[keep], logp[keep], prob[order] / prob.sum())
+
+
+def _head(
+    log_weight: np.ndarray, parent: np.ndarray, token: np.ndarray, size: int, processor: LogitsProcessor
+) -> tuple[np.ndarray, np.ndarray]:
+    """Indices of the surviving head, best first, and their probabilities (sum 1 before the last cut)."""
+    total = None
+    if size == 0:
+        weights = _weights(log_weight, log_weight.max(), processor.temperature)
+        total = weights.sum()
+        count = min(_HEAD, len(log_weight))
+        while True:
+            # All entries at least as large as the count-th: whole ties, so the sort below decides them.
+            floor = np.partition(log_weight, len(log_weight) - count)[len(log_weight) - count]
+            pool = np.flatnonzero(log_weight >= floor)
+            if weights[pool].sum() / total >= processor.top_p or count == len(log_weight):
+                break
+            count = min(4 * count, len(log_weight))
+    else:
+        pool = np.arange(len(log_weight))
+    pool = pool[np.lexsort((token[pool], parent[pool], -log_weight[pool]))]
+    if size:
+        pool = pool[:size]
+    if len(pool) == 1 or processor.greedy:
+        return pool[:1], np.ones(1)
+    pool = pool[log_weight[pool] > -np.inf]
+    prob = _weights(log_weight[pool], log_weight[pool[0]], processor.temperature)
+    prob /= prob.sum() if total is None else total
+    if processor.top_p < 1:
+        count = int(np.searchsorted(np.cumsum(prob), processor.top_p, side="left")) + 1
+        pool, prob = pool[:count], prob[:count]
+    return pool, prob
+
+
+def _weights(log_weight: np.ndarray, peak: float, temperature: float) -> np.ndarray:
+    """Unnormalised weights, the peak's 1: subtract first, so that no temperature can overflow them all."""
+    with np.errstate(over="ignore"):
+        return np.exp((log_weight - peak) / temperature)
+
+
+def residual(p: np.ndarray, q: np.ndarray) -> np.ndarray:
+    """`norm(max(p - q, 0))`; `p` itself where that has no mass (design.md section 3)."""
+    rest = np.maximum(p - q, 0.0)
+    mass = rest.sum()
+    return rest / mass if mass > 0 else p
+
+
+def most_probable(support: Support, count: int, mass: float = 1.0) -> np.ndarray:
+    """Indices of the `count` most probable continuations; ties: earlier parent, then lower token.
+
+    Args:
+        mass: stop at the first that completes this much probability.
+    """
+    order = np.argsort(-support.prob, kind="stable")[:count]
+    if mass < 1:
+        order = order[: int(np.searchsorted(np.cumsum(support.prob[order]), mass)) + 1]
+    return order

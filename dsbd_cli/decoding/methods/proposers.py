@@ -1,0 +1,110 @@
+"""Draft forests and what proposes them (design.md section 2)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from dsbd_cli.decoding.law.distribution import LogitsProcessor, Support, most_probable
+from dsbd_cli.decoding.law.sampling import Sampler
+from dsbd_cli.decoding.model.protocol import TreeModel
+from dsbd_cli.decoding.tree.sequences import Node, Trie
+
+
+@dataclass(frozen=True)
+class DraftLayer:
+    """One drafted layer.
+
+    Attributes:
+        parents: the unfinished nodes drafted from; `support.parent` indexes them.
+        support: the recorded `q_beam`, exactly what was drawn from.
+        draws: the drafted nodes in order, duplicates kept; for `cover` the distinct most probable.
+    """
+
+    parents: list[Node]
+    support: Support
+    draws: list[Node]
+
+
+@dataclass(frozen=True)
+class Forest:
+    """The layers of one iteration, the first one's parents being the input beams.
+
+    Attributes:
+        computed: the target has_logits its nodes and the beams already.
+    """
+
+    layers: list[DraftLayer] = field(default_factory=list)
+    computed: bool = False
+
+    def unfinished(self) -> Iterator[Node]:
+        """Distinct drafted nodes that a model may be asked about (finished ones are leaves)."""
+        for layer in self.layers:
+            yield from dict.fromkeys(node for node in layer.draws if node.finish is None)
+
+
+class Proposer(Protocol):
+    """Whatever proposes a forest: a draft model today."""
+
+    exhausted: bool  # the proposer can't go on (out of context): decoding goes on plain, same law
+
+    def propose(self, beams: list[Node], depth: int) -> Forest:
+        """A forest of at most `depth` layers on the unfinished `beams` (their `score` is known)."""
+
+    def retain(self, leaves: list[Node]) -> None:
+        """The iteration is over: only `leaves` and their ancestors matter from now on."""
+
+
+class DraftModelProposer:
+    """Draws each layer from the draft model's `q_beam`, or takes its most probable continuations.
+
+    Layer 1 weighs the parents by the TARGET's l, which is known exactly and a better proposal than
+    the draft's own prefix likelihood; deeper layers add the draft's conditionals on top.
+
+    Args:
+        draft: the draft model, prefilled with the same prompt.
+        width: W_S.
+        distinct: take the W_S most probable distinct continuations (`cover`) instead of draws.
+        mass: of those, only the first that hold this much of their joint probability together.
+    """
+
+    def __init__(
+        self, draft: TreeModel, trie: Trie, processor: LogitsProcessor, width: int, sampler: Sampler, distinct: bool,
+        mass: float = 1.0,
+    ) -> None:  # fmt: skip
+        self._draft, self._trie, self._processor = draft, trie, processor
+        self._width, self._sampler, self._distinct, self._mass = width, sampler, distinct, mass
+        self.exhausted = False
+
+    def propose(self, beams: list[Node], depth: int) -> Forest:
+        layers: list[DraftLayer] = []
+        room = draft_room(self._draft, beams)
+        self.exhausted = room <= 0
+        parents, scores = beams, [node.score for node in beams]
+        for _ in range(min(depth, room)):
+            self._draft.forward(parents)
+            support = self._draft.joint(parents, scores, self._processor)
+            if self._distinct:
+                sample = [int(i) for i in most_probable(support, self._width, self._mass)]
+            else:
+                sample = self._sampler.sample(support.prob, self._width)
+            draws = [self._trie.child(parents[support.parent[i]], int(support.token[i])) for i in sample]
+            layers.append(DraftLayer(parents, support, draws))
+            found = {
+                node: scores[support.parent[i]] + float(support.logp[i])
+                for node, i in zip(draws, sample, strict=True)
+                if node.finish is None
+            }
+            if not found:
+                break
+            parents, scores = list(found), list(found.values())
+        return Forest(layers)
+
+    def retain(self, leaves: list[Node]) -> None:
+        self._draft.retain(leaves)
+
+
+def draft_room(draft: TreeModel, beams: list[Node]) -> int:
+    """How many layers the draft's context still allows: layer j forwards nodes of depth beams + j - 1."""
+    return 1 << 30 if draft.max_depth is None else draft.max_depth - beams[0].depth + 1

@@ -1,0 +1,157 @@
+"""What every method works on: the models, the hypotheses, the settings, and the running count."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from dsbd_cli.decoding.law.distribution import LogitsProcessor, Support
+from dsbd_cli.decoding.law.draft_length import DraftLength
+from dsbd_cli.decoding.law.sampling import Sampler
+from dsbd_cli.decoding.law.width import WidthRule
+from dsbd_cli.decoding.methods.proposers import Forest, Proposer
+from dsbd_cli.decoding.model.protocol import TreeModel
+from dsbd_cli.decoding.tree.events import Iteration, Layer
+from dsbd_cli.decoding.tree.hypotheses import Hypotheses
+from dsbd_cli.decoding.tree.sequences import Node, Trie
+
+if TYPE_CHECKING:
+    from dsbd_cli.decoding.device.pipeline import Chain
+
+
+@dataclass
+class Run:
+    """One prompt being decoded.
+
+    Attributes:
+        target: prefilled target model.
+        trie: all sequences of this run; `trie.root` is the prompt.
+        hypotheses: active set and finished pool.
+        sampler: the randomness of `p`; the proposer has its own, so that `cover` and `beam` draw alike.
+        processor: T.
+        width: W.
+        budget: generated tokens at most; a sequence of this length is finished.
+        proposer: where forests come from, or None for plain decoding.
+        gamma: layers to draft per target call, at most.
+        kv_one: the memory-constrained mode.
+        draft_length: how many layers are worth drafting, or None for always gamma.
+        chain: runs `cover` iterations on the device, verification included, or None.
+        keep_answer: leave the best finished sequence in the caches, for a prompt that goes on from it.
+    """
+
+    target: TreeModel
+    trie: Trie
+    hypotheses: Hypotheses
+    sampler: Sampler
+    processor: LogitsProcessor
+    width: int
+    budget: int
+    widths: WidthRule
+    proposer: Proposer | None = None
+    gamma: int = 0
+    kv_one: bool = False
+    keep_answer: bool = False
+    draft_length: DraftLength | None = None
+    chain: Chain | None = None
+    _layers: list[Layer] = field(default_factory=list)
+
+    def propose(self) -> Forest:
+        """The iteration's forest: at most gamma layers, and none that the budget leaves no room for."""
+        depth = self._depth()
+        if self.proposer is None or depth <= 0:
+            return Forest()
+        if self.draft_length is not None:
+            depth = self.draft_length.depth(depth)
+        return self.proposer.propose(self.hypotheses.active, depth)
+
+    def _depth(self) -> int:
+        """Layers to draft: the last one of a sequence is drawn from known rows, so budget less one."""
+        return min(self.gamma, self.budget - self.hypotheses.active[0].depth - 1)
+
+    def look_ahead(self, verify: str) -> None:
+        """Set off what the next iteration of `dsbd` needs, where a device can work on its own.
+
+        Text, panels and whatever else is made of this iteration's events then cost no time.
+        """
+        if self.hypotheses.stopped() or (verify == "cover" and self.known()):
+            return
+        if self.chain is not None:
+            self.chain.begin(self.hypotheses.active)
+        elif self.proposer is not None and self._depth() > 0:
+            if (begin := getattr(self.proposer, "begin", None)) is not None:
+                begin(self.hypotheses.active, self._depth())
+        elif (begin := getattr(self.target, "begin", None)) is not None:
+            begin(self.hypotheses.active)
+
+    def advance(self, forest: Forest) -> None:
+        """The one target call of an iteration: the beams not computed yet, and the whole forest."""
+        if not forest.computed:
+            self.target.forward([*self.hypotheses.active, *forest.unfinished()])
+
+    def p_beam(self) -> Support:
+        """The law of the next layer, over the active set (all known)."""
+        active = self.hypotheses.active
+        return self.target.joint(active, [node.score for node in active], self.processor)
+
+    def known(self) -> bool:
+        """Whether the law of the next layer is known without another target call."""
+        return all(self.target.has_logits(node) for node in self.hypotheses.active)
+
+    def node(self, support: Support, index: int) -> Node:
+        """The sequence that continuation `index` of `p_beam` stands for, with its score."""
+        parent = self.hypotheses.active[support.parent[index]]
+        node = self.trie.child(parent, int(support.token[index]))
+        node.score = parent.score + float(support.logp[index])
+        return node
+
+    def commit(self, slots: Sequence[Node], **facts: object) -> Layer:
+        """Make the drawn `slots` the next layer, and test the stop rules through `hypotheses`."""
+        for node in self.hypotheses.active:
+            node.children = {}  # nothing asks below a parent again; lets dead branches go
+        distinct = self.hypotheses.commit(slots)
+        layer = Layer(tuple(slots), distinct, **facts)  # type: ignore[arg-type]
+        self._layers.append(layer)
+        return layer
+
+    def commit_covered(self, slots: Sequence[Node], verdicts: tuple[bool, ...], drafted: int | None) -> Layer:
+        """`commit` a layer chosen without the forest, of which `verdicts` says slot by slot what the forest holds.
+
+        Args:
+            drafted: place of the forest's layer; None where there is none (and no verdicts).
+        """
+        return self.commit(
+            slots,
+            examined=len(verdicts),
+            accepted=sum(verdicts),
+            verdicts=verdicts,
+            drafted=drafted,
+            passed=drafted is not None and all(verdicts),
+        )
+
+    def draw_layer(self, width: int) -> Layer:
+        """`width` iid draws of `p_beam`: the layer of plain beam sampling."""
+        support = self.p_beam()
+        return self.commit([self.node(support, i) for i in self.sampler.sample(support.prob, width)])
+
+    def finish_iteration(self, forest: Forest, ahead: str | None = None) -> Iterator[Iteration]:
+        """Close an iteration: drop what is dead from the caches, and report.
+
+        Args:
+            ahead: the rule by which `dsbd` goes on, if it does: the next iteration is set off first.
+        """
+        if self.kv_one:
+            self.hypotheses.keep_best_active()
+        active = self.hypotheses.active
+        event = Iteration(tuple(active), forest, tuple(self._layers))
+        if self.draft_length is not None and forest.layers:
+            self.draft_length.learn([layer.passed for layer in self._layers[: len(forest.layers)]])
+        self._layers.clear()
+        best = self.hypotheses.best_finished() if self.keep_answer else None
+        leaves = active if best is None else [*active, best]
+        self.target.retain(leaves)
+        if self.proposer is not None:
+            self.proposer.retain(leaves)
+        if ahead is not None:
+            self.look_ahead(ahead)
+        yield event
