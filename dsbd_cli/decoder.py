@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from dsbd_cli.decoding.law.sampling import SeededSampler
+from dsbd_cli.decoding.law.distribution import SeededSampler
 from dsbd_cli.decoding.methods import decode, draft_processor, start, top_n_needed
 from dsbd_cli.decoding.methods.run import Run
 from dsbd_cli.decoding.model.hf_model import HfTreeModel

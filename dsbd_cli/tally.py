@@ -15,7 +15,7 @@ class Tally:
         self.by_depth: list[list[int]] = []
 
     def add(self, layer: Layer) -> None:
-        self.widths.append(len(layer.slots))
+        self.widths.append(len(layer.draws))
         self.distinct.append(layer.distinct)
         if layer.drafted is not None:
             while len(self.by_depth) <= layer.drafted:

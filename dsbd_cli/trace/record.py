@@ -77,7 +77,7 @@ class _Recorder:
         chances = _chances(event)
         drafted = Counter(node for layer in event.forest.layers for node in layer.draws)
         fates = _Fates.of(event, drafted, self._covers)
-        nodes = list(dict.fromkeys([*drafted, *(node for layer in event.layers for node in layer.slots)]))
+        nodes = list(dict.fromkeys([*drafted, *(node for layer in event.layers for node in layer.draws)]))
         nodes.sort(key=lambda node: node.depth)
         kept = set(event.active)
         # Only nodes of this iteration and the beams it begins with are ever pointed at from here on.
@@ -120,19 +120,19 @@ class _Recorder:
 
     def _layer(self, layer: Layer) -> dict[str, Any]:
         return {
-            "width": len(layer.slots),
+            "width": len(layer.draws),
             "distinct": layer.distinct,
             "examined": layer.examined,
             "accepted": layer.accepted,
             "drafted": layer.drafted,
             "passed": layer.passed,
-            "slots": [self._id(node) for node in layer.slots],
+            "slots": [self._id(node) for node in layer.draws],
         }
 
 
 def _parents(event: Iteration) -> list[Node]:
     """The beams that the first iteration began with."""
-    slots = event.layers[0].slots if event.layers else ()
+    slots = event.layers[0].draws if event.layers else ()
     return list(dict.fromkeys(node.parent for node in slots if node.parent is not None))
 
 
@@ -169,13 +169,13 @@ class _Fates:
         fates = cls()
         for layer in event.layers:
             tested = layer.drafted is not None
-            for place, node in enumerate(layer.slots):
+            for place, node in enumerate(layer.draws):
                 own = drafted[node] > 0 if covers else place < layer.accepted
                 (fates.accepted if tested and own else fates.filled)[node] += 1
             draws = _draws(event, layer) if tested else []
             if covers:
-                parents = {node.parent for node in layer.slots}
-                unused = set(draws) - set(layer.slots)
+                parents = {node.parent for node in layer.draws}
+                unused = set(draws) - set(layer.draws)
                 fates.rejected.update(node for node in unused if node.parent in parents)
             else:
                 verdicts = zip(draws, layer.verdicts, strict=False)
@@ -185,7 +185,7 @@ class _Fates:
 
 def _draws(event: Iteration, layer: Layer) -> list[Node]:
     """The draws that a committed layer was tested against, in order."""
-    parents = {node.parent for node in layer.slots}
+    parents = {node.parent for node in layer.draws}
     found = [drafted for drafted in event.forest.layers if parents & set(drafted.parents)]
     return found[0].draws if found else []
 

@@ -52,7 +52,7 @@ class Monitor:
         """Take in one event."""
         if isinstance(event, Layer):
             self._tally.add(event)
-            self._finished += [node for node in dict.fromkeys(event.slots) if node.finish is not None]
+            self._finished += [node for node in dict.fromkeys(event.draws) if node.finish is not None]
         elif isinstance(event, Iteration):
             self.active = list(event.active)
             self._calls.append(len(event.layers))

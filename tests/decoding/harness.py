@@ -9,14 +9,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from dsbd_cli.decoding.law.distribution import Support
-from dsbd_cli.decoding.law.sampling import Sampler
+from dsbd_cli.decoding.law.distribution import Sampler, Support
 from dsbd_cli.decoding.methods import decode, start
 from dsbd_cli.decoding.methods.dsbd import cover_layers, draw_layers
-from dsbd_cli.decoding.methods.proposers import DraftLayer, Forest
 from dsbd_cli.decoding.methods.run import Run
 from dsbd_cli.decoding.tree.events import Iteration, Layer
-from dsbd_cli.decoding.tree.sequences import Node, Trie
+from dsbd_cli.decoding.tree.sequences import DraftLayer, Forest, Node, Trie
 from dsbd_cli.settings import Settings
 from tests.decoding.enumerating import Asked, Branching, law_of
 from tests.decoding.reference import Outcome, T
@@ -233,7 +231,7 @@ def find(trie: Trie, path: Path) -> Node:
 
 
 def layer_set(layer: Layer) -> frozenset[Path]:
-    return frozenset(map(path_of, layer.slots))
+    return frozenset(map(path_of, layer.draws))
 
 
 def state_of(run: Run) -> State:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from dsbd_cli.decoding.law.sampling import SeededSampler
+from dsbd_cli.decoding.law.distribution import SeededSampler
 from dsbd_cli.decoding.methods import decode, draft_processor, start, top_n_needed
 from dsbd_cli.decoding.methods.run import Run
 from dsbd_cli.decoding.model.hf_model import HfTreeModel

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from dsbd_cli.decoding.cache.tree_cache import Plan
-from dsbd_cli.decoding.forward.full_logits import dense_joint
 from dsbd_cli.decoding.forward.graphs import NODE_BUCKETS, node_bucket, pad, seen_inside, slot_bucket, why_not
+from dsbd_cli.decoding.forward.logits import dense_joint
 from dsbd_cli.decoding.law.distribution import LogitsProcessor, Row, joint
 from dsbd_cli.decoding.model.hf_model import HfTreeModel
 from dsbd_cli.decoding.tree.sequences import Node

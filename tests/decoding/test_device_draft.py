@@ -14,8 +14,7 @@ import torch
 from dsbd_cli.decoding.device.chain_iteration import DeviceChain
 from dsbd_cli.decoding.device.law_torch import best_layer, draft_layer
 from dsbd_cli.decoding.device.proposer import DeviceProposer
-from dsbd_cli.decoding.law.distribution import LogitsProcessor, Row, joint, most_probable
-from dsbd_cli.decoding.law.sampling import SeededSampler
+from dsbd_cli.decoding.law.distribution import LogitsProcessor, Row, SeededSampler, joint, most_probable
 from dsbd_cli.decoding.methods import decode, draft_processor, start, top_n_needed
 from dsbd_cli.decoding.model.hf_model import HfTreeModel
 from dsbd_cli.decoding.tree.sequences import Node, Trie
@@ -109,8 +108,8 @@ def told(models, settings, seed, **more):
     run = begun(models, settings, seed, **more)
     events = []
     for event in decode(run, settings):
-        slots = getattr(event, "slots", None)
-        events.append([node.tokens() for node in (event.active if slots is None else slots)])
+        draws = getattr(event, "draws", None)
+        events.append([node.tokens() for node in (event.active if draws is None else draws)])
         events.append(getattr(event, "verdicts", None))
     live = [model.pool.slots.live for model in models]
     return events, [node.tokens() for node in run.hypotheses.ranking()], models[0].calls, live
@@ -181,7 +180,7 @@ def test_nothing_leaks_from_what_was_reserved(pair, way, stop):
     run = begun(models, settings, 4 if stop else 3, budget=60, stop=stop, eos=[])
     iterations = 0
     for event in decode(run, settings):
-        if hasattr(event, "slots"):
+        if hasattr(event, "draws"):
             continue
         iterations += 1
         known = [set() for _ in models]

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from dsbd_cli.decoding.tree.hypotheses import Hypotheses
-from dsbd_cli.decoding.tree.sequences import Node
+from dsbd_cli.decoding.tree.sequences import Hypotheses, Node
 
 
 def chain(score: float, depth: int, finish: str | None = None, token: int = 0) -> Node:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from dsbd_cli.decoding.law.sampling import SeededSampler
+from dsbd_cli.decoding.law.distribution import SeededSampler
 
 
 class Fixed:

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from dsbd_cli.decoding.law.sampling import SeededSampler
+from dsbd_cli.decoding.law.distribution import SeededSampler
 from dsbd_cli.decoding.tree.events import Layer
 from tests.decoding.enumerating import total_variation
 from tests.decoding.harness import Toy, settings_for

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dsbd_cli.decoding.law.sampling import SeededSampler
+from dsbd_cli.decoding.law.distribution import SeededSampler
 from dsbd_cli.decoding.methods.run import Run
 from dsbd_cli.decoding.tree.events import Iteration, Layer
 from tests.decoding.harness import Toy, path_of, settings_for
@@ -78,8 +78,8 @@ def test_a_beam_that_ended_stays_and_is_not_extended(method: str) -> None:
             ended = list(run.hypotheses.pool)
             seen_both |= bool(ended) and bool(run.hypotheses.active)
             if isinstance(event, Layer):
-                for node in event.slots:
-                    assert not any(3 in path_of(node)[:-1] for node in event.slots)
+                for node in event.draws:
+                    assert not any(3 in path_of(node)[:-1] for node in event.draws)
                     assert (node.finish is None) == (node.token != 3 and node.depth < 8)
         assert len(set(map(path_of, run.hypotheses.pool))) == len(run.hypotheses.pool)
     assert seen_both
@@ -109,12 +109,12 @@ def test_the_width_returns_when_it_can(method: str) -> None:
     case = Toy(case.target, case.draft, case.settings, eos=())
     run, layers, _ = play(case, seed=0)
     assert [layer.distinct for layer in layers[:2]] == [1, 1]
-    assert layers[2].distinct == 4 or len(layers[2].slots) < 16
+    assert layers[2].distinct == 4 or len(layers[2].draws) < 16
     if "dynamic" not in method:
-        assert all(len(layer.slots) == 16 for layer in layers)
+        assert all(len(layer.draws) == 16 for layer in layers)
         assert layers[2].distinct > 1
     for layer in layers:
-        assert layer.distinct == len(set(map(path_of, layer.slots)))
+        assert layer.distinct == len(set(map(path_of, layer.draws)))
     assert np.isfinite([node.score for node in run.hypotheses.ranking()]).all()
 
 
@@ -160,13 +160,13 @@ def test_scores_counts_and_calls(method: str, draft: str) -> None:
         # The first iteration starts from the prefilled prompt: without a forest it needs no call.
         calls = run.target.calls
         assert len(iterations) - 1 <= calls <= len(iterations)
-        assert [node.depth for layer in layers for node in layer.slots[:1]] == list(range(1, len(layers) + 1))
+        assert [node.depth for layer in layers for node in layer.draws[:1]] == list(range(1, len(layers) + 1))
         for layer in layers:
             assert layer.accepted == sum(layer.verdicts)
             assert layer.examined == len(layer.verdicts)
             assert (layer.drafted is None) == (layer.examined == 0)
         for iteration in iterations:
-            start = iteration.layers[0].slots[0].depth - 1
+            start = iteration.layers[0].draws[0].depth - 1
             assert len(iteration.forest.layers) == 0 or start + 1 < 7
             for drafted in iteration.forest.layers:
                 assert all(node.depth < 7 for node in drafted.draws), "deeper than the budget less one"
@@ -185,11 +185,11 @@ def test_where_an_iteration_ends(rule: str) -> None:
             held = set(iteration.forest.unfinished())
             *inner, last = iteration.layers
             for layer in inner:
-                assert all(node.finish is not None or node in held for node in layer.slots)
+                assert all(node.finish is not None or node in held for node in layer.draws)
                 assert layer.passed or rule == "continue"
                 on_after_filled += not layer.passed
-            if last.drafted is not None and any(node.finish is None for node in last.slots):
-                known = all(node in held for node in last.slots if node.finish is None)
+            if last.drafted is not None and any(node.finish is None for node in last.draws):
+                known = all(node in held for node in last.draws if node.finish is None)
                 assert not last.passed
                 assert rule == "paper" or not known
                 ended_known += known

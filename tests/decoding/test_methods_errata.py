@@ -14,11 +14,10 @@ import numpy as np
 import pytest
 
 from dsbd_cli.decoding.law import width as width_module
-from dsbd_cli.decoding.law.distribution import residual
-from dsbd_cli.decoding.law.sampling import Sampler
+from dsbd_cli.decoding.law.distribution import Sampler, residual
 from dsbd_cli.decoding.law.verification import Verified, verify_draws
 from dsbd_cli.decoding.methods.proposers import DraftModelProposer
-from dsbd_cli.decoding.tree.hypotheses import Hypotheses
+from dsbd_cli.decoding.tree.sequences import Hypotheses
 from tests.decoding.enumerating import law_of, total_variation
 from tests.decoding.harness import State, Toy, settings_for
 from tests.decoding.reference import set_process
@@ -163,7 +162,7 @@ def test_a_width_that_looks_at_the_draws_breaks_the_law(monkeypatch: pytest.Monk
     def law(width: Callable[[list[int]], int]) -> dict[int, float]:
         def play(sampler: Any) -> int:
             draws = drawn(q, 2, sampler)
-            return verify_draws(p, q, draws, width(draws), sampler).slots[-1]
+            return verify_draws(p, q, draws, width(draws), sampler).draws[-1]
 
         return law_of(play)
 

@@ -14,10 +14,8 @@ import pytest
 from dsbd_cli.decoding.law.distribution import Support
 from dsbd_cli.decoding.methods import decode
 from dsbd_cli.decoding.methods.dsbd import cover_layers, verify_layer
-from dsbd_cli.decoding.methods.proposers import DraftLayer, Forest
 from dsbd_cli.decoding.tree.events import Iteration
-from dsbd_cli.decoding.tree.hypotheses import Hypotheses
-from dsbd_cli.decoding.tree.sequences import Node
+from dsbd_cli.decoding.tree.sequences import DraftLayer, Forest, Hypotheses, Node
 from tests.decoding.enumerating import Branching, law_of, total_variation
 from tests.decoding.harness import DraftedLayer, State, Toy, find, layer_set, path_of, settings_for, state_of
 from tests.decoding.reference import T, logprob, p_beam
@@ -87,12 +85,12 @@ def test_slots_are_iid_whatever_was_drafted(t: T, draws: int, order: str, thresh
         run = case.run(sampler, sampler, THREE)
         run.advance(Forest())
         layer = verify_layer(run, hand_made(run, parents, q, draws, sampler), 0)
-        widths.add(len(layer.slots))
+        widths.add(len(layer.draws))
         assert layer.examined == len(layer.verdicts) <= draws
-        assert layer.accepted == sum(layer.verdicts) <= len(layer.slots)
-        assert layer.distinct == len(set(layer.slots))
-        assert layer.passed == (layer.accepted == len(layer.slots))
-        return tuple(map(path_of, layer.slots))
+        assert layer.accepted == sum(layer.verdicts) <= len(layer.draws)
+        assert layer.distinct == len(set(layer.draws))
+        assert layer.passed == (layer.accepted == len(layer.draws))
+        return tuple(map(path_of, layer.draws))
 
     law = law_of(play)
     # One width for every outcome: it depends on p and q, never on the draws.
@@ -114,7 +112,7 @@ def drafted_layers(case: Toy, state: State) -> Callable[[Branching], tuple[Any, 
         drafted = DraftedLayer.of(forest.layers[1])
         key = tuple(map(path_of, run.hypotheses.active)), drafted.parents, drafted.support
         second = verify_layer(run, forest.layers[1], 1)
-        return key, tuple(map(path_of, second.slots))
+        return key, tuple(map(path_of, second.draws))
 
     return play
 
@@ -162,7 +160,7 @@ def test_cover_with_a_threshold(t: T, threshold: float) -> None:
         forest = Forest([DraftLayer(parents, empty, nodes)])
         run.advance(forest)
         layer = next(cover_layers(run, forest))
-        slots = tuple(map(path_of, layer.slots))
+        slots = tuple(map(path_of, layer.draws))
         ended = [path[-1] in EOS for path in slots]
         assert layer.verdicts == tuple(end or path in held for path, end in zip(slots, ended, strict=True))
         assert layer.passed == all(layer.verdicts)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from dsbd_cli.decoding.law.sampling import SeededSampler
+from dsbd_cli.decoding.law.distribution import SeededSampler
 from tests.decoding.enumerating import total_variation
 from tests.decoding.harness import Toy, settings_for
 from tests.decoding.reference import T, sequence_law

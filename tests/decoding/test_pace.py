@@ -7,9 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dsbd_cli.decoding.law.distribution import Support, most_probable
+from dsbd_cli.decoding.law.distribution import SeededSampler, Support, most_probable
 from dsbd_cli.decoding.law.draft_length import DraftLength
-from dsbd_cli.decoding.law.sampling import SeededSampler
 from dsbd_cli.decoding.methods import forest_mass
 from tests.decoding.enumerating import total_variation
 from tests.decoding.harness import Toy, settings_for

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from dsbd_cli.decoding.forward import native
-from dsbd_cli.decoding.forward.top_logits import top_logits
+from dsbd_cli.decoding.forward.logits import top_logits
 
 
 @pytest.fixture(params=["tensors", "native"])

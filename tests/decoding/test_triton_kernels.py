@@ -12,7 +12,7 @@ from dsbd_cli.decoding.cache.kv_buffer import TreeMasks
 from dsbd_cli.decoding.forward import llama
 from dsbd_cli.decoding.forward.linears import DenseLinear
 from dsbd_cli.decoding.forward.llama_layers import TorchLayer, TritonLayer
-from dsbd_cli.decoding.forward.top_logits import finite_logits, log_probabilities, pack, unpack
+from dsbd_cli.decoding.forward.logits import finite_logits, log_probabilities, pack, unpack
 from dsbd_cli.decoding.model.hf_model import HfTreeModel
 from dsbd_cli.decoding.tree.sequences import Node
 from tests.builders import VOCAB, rand

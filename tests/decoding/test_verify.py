@@ -49,7 +49,7 @@ def drawn(q: np.ndarray, count: int, sampler: Branching) -> list[int]:
 
 
 def slots_law(p: np.ndarray, q: np.ndarray, draws: int, width: int) -> dict[tuple[int, ...], float]:
-    return law_of(lambda sampler: verify_draws(p, q, drawn(q, draws, sampler), width, sampler).slots)
+    return law_of(lambda sampler: verify_draws(p, q, drawn(q, draws, sampler), width, sampler).draws)
 
 
 def iid(p: np.ndarray, width: int) -> dict[tuple[int, ...], float]:
@@ -80,7 +80,7 @@ def test_one_draw_for_one_slot_is_textbook_speculative_sampling() -> None:
 
     def play(sampler: Branching) -> tuple[int, bool]:
         result = verify_draws(p, q, drawn(q, 1, sampler), 1, sampler)
-        return result.slots[0], result.passed
+        return result.draws[0], result.passed
 
     assert total_variation(law_of(play), dict(law)) < 1e-12
 
@@ -131,7 +131,7 @@ def test_what_is_looked_at_and_what_counts() -> None:
     # Dead parents and tokens that p lacks are rejected without a question, and looked at.
     assert play_script(p, q, [-1, 2, 1], 2, [False]) == Verified((0, 0), (False, False, False), False)
     # Equal draws keep their places: one may be accepted where the other was not.
-    assert play_script(p, q, [1, 1, 1], 2, [True, False, True]).slots == (1, 1)
+    assert play_script(p, q, [1, 1, 1], 2, [True, False, True]).draws == (1, 1)
     # An accept starts a new chain, so the fill after it comes from p, not from the residual.
     assert play_script(p, np.array([0.9, 0.1, 0.0]), [1], 2, [True]) == Verified((1, 0), (True,), False)
     # After a rejection it comes from the residual (p - q has mass on 1 only), and the rest from p.

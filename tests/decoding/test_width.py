@@ -7,7 +7,7 @@ from functools import cache
 import numpy as np
 import pytest
 
-from dsbd_cli.decoding.law.sampling import SeededSampler
+from dsbd_cli.decoding.law.distribution import SeededSampler
 from dsbd_cli.decoding.law.verification import verify_draws
 from dsbd_cli.decoding.law.width import (
     FixedWidth,

@@ -12,9 +12,8 @@ from typing import Any
 import numpy as np
 
 from dsbd_cli.decoding.law.distribution import Support
-from dsbd_cli.decoding.methods.proposers import DraftLayer, Forest
 from dsbd_cli.decoding.tree.events import Event, Finished, Iteration, Layer, Notice, Prefilled, Text
-from dsbd_cli.decoding.tree.sequences import Node, Trie, common_ancestor
+from dsbd_cli.decoding.tree.sequences import DraftLayer, Forest, Node, Trie, common_ancestor
 from dsbd_cli.result import Beam, Result, Stats
 from dsbd_cli.settings import Settings
 
@@ -60,7 +59,7 @@ def stream(
             layer = _layer(trie, active, drafted, depth, settings, chance)
             layers.append(layer)
             yield layer
-            active = [node for node in dict.fromkeys(layer.slots) if node.finish is None]
+            active = [node for node in dict.fromkeys(layer.draws) if node.finish is None]
         if active:
             text = decoder.detokenize(common_ancestor(active).tokens())
             if text[len(printed) :]:
@@ -69,7 +68,7 @@ def stream(
         yield Iteration(tuple(active), drafted, tuple(layers))
         if fail is not None and base[0].depth > tokens // 2:
             raise fail
-    best = max(layers[-1].slots, key=lambda node: node.score)
+    best = max(layers[-1].draws, key=lambda node: node.score)
     text = decoder.detokenize(best.tokens())
     yield Text(text[len(printed) :])
     yield Finished(_result(decoder, best, text))

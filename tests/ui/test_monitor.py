@@ -68,7 +68,7 @@ def test_numbers_follow_the_events() -> None:
     shot = monitor.snapshot()
     examined, accepted = sum(layer.examined for layer in layers), sum(layer.accepted for layer in layers)
     assert shot.acceptance.mean == pytest.approx(accepted / examined)
-    assert shot.drawn.mean == pytest.approx(sum(len(layer.slots) for layer in layers) / len(layers))
+    assert shot.drawn.mean == pytest.approx(sum(len(layer.draws) for layer in layers) / len(layers))
     assert shot.distinct.now == layers[-1].distinct
     assert shot.layers_per_call.mean == pytest.approx(len(layers) / calls)
     assert sum(count for _, count in shot.histogram) == len(layers)

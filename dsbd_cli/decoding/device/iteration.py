@@ -19,7 +19,7 @@ from dsbd_cli.decoding.cache.tree_cache import Plan
 from dsbd_cli.decoding.device.layout import Answer, Layer, Request, Side
 from dsbd_cli.decoding.device.steps import Drafting, Nodes, draft_forest, forest_nodes, forward, together
 from dsbd_cli.decoding.forward.graphs import Flight, Recorder, pad, seen_inside, slots_to_see
-from dsbd_cli.decoding.forward.top_logits import finite_logits, log_probabilities, pack, unpack
+from dsbd_cli.decoding.forward.logits import finite_logits, log_probabilities, pack, unpack
 from dsbd_cli.decoding.law.distribution import LogitsProcessor
 
 # Fewer sizes than for single forwards: recording an iteration is dear, and padding it is not.

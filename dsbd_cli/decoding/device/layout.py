@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from dsbd_cli.decoding.cache.tree_cache import Plan, Reservation, TreeCache
-from dsbd_cli.decoding.forward.top_logits import Best
+from dsbd_cli.decoding.forward.logits import Best
 
 
 @dataclass(frozen=True)

@@ -14,10 +14,8 @@ import torch
 from dsbd_cli.decoding.device.chain_iteration import Landing, Outcome, Space
 from dsbd_cli.decoding.device.layout import Layer as DraftedLayer
 from dsbd_cli.decoding.device.proposer import layer_of, living
-from dsbd_cli.decoding.law.distribution import LogitsProcessor
-from dsbd_cli.decoding.law.sampling import Sampler, SeededSampler
-from dsbd_cli.decoding.methods.proposers import DraftLayer, Forest
-from dsbd_cli.decoding.tree.sequences import Node, Trie
+from dsbd_cli.decoding.law.distribution import LogitsProcessor, Sampler, SeededSampler
+from dsbd_cli.decoding.tree.sequences import DraftLayer, Forest, Node, Trie
 from dsbd_cli.errors import first_line
 
 if TYPE_CHECKING:

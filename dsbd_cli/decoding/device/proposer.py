@@ -14,10 +14,9 @@ import torch
 from dsbd_cli.decoding.device.iteration import DeviceLoop
 from dsbd_cli.decoding.device.layout import Answer, Layer, Request
 from dsbd_cli.decoding.forward.graphs import Flight
-from dsbd_cli.decoding.law.distribution import LogitsProcessor, Support
-from dsbd_cli.decoding.law.sampling import Sampler, SeededSampler
-from dsbd_cli.decoding.methods.proposers import DraftLayer, DraftModelProposer, Forest, draft_room
-from dsbd_cli.decoding.tree.sequences import Node, Trie
+from dsbd_cli.decoding.law.distribution import LogitsProcessor, Sampler, SeededSampler, Support
+from dsbd_cli.decoding.methods.proposers import DraftModelProposer, draft_room
+from dsbd_cli.decoding.tree.sequences import DraftLayer, Forest, Node, Trie
 from dsbd_cli.errors import first_line
 
 if TYPE_CHECKING:

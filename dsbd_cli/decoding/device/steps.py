@@ -14,7 +14,7 @@ from torch import Tensor
 
 from dsbd_cli.decoding.device.law_torch import Drafted, best_layer, draft_layer
 from dsbd_cli.decoding.device.layout import Side
-from dsbd_cli.decoding.forward.top_logits import finite_logits, log_probabilities, pack
+from dsbd_cli.decoding.forward.logits import finite_logits, log_probabilities, pack
 from dsbd_cli.decoding.law.distribution import LogitsProcessor
 
 

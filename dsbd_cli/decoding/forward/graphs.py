@@ -19,7 +19,7 @@ from torch import Tensor
 
 from dsbd_cli.decoding.cache.kv_buffer import SPARE
 from dsbd_cli.decoding.cache.tree_cache import Plan, TreeCache
-from dsbd_cli.decoding.forward.top_logits import Best, finite_logits, log_probabilities, pack, unpack
+from dsbd_cli.decoding.forward.logits import Best, finite_logits, log_probabilities, pack, unpack
 
 NODE_BUCKETS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64)
 _LEAST_SLOTS = 256

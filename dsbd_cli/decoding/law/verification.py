@@ -9,8 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from dsbd_cli.decoding.law.distribution import residual
-from dsbd_cli.decoding.law.sampling import Sampler
+from dsbd_cli.decoding.law.distribution import Sampler, residual
 
 
 @dataclass(frozen=True)
@@ -18,12 +17,12 @@ class Verified:
     """What verification made of a layer.
 
     Attributes:
-        slots: indices into p, in order of acceptance, then filled ones; W_L of them.
+        draws: indices into p, in order of acceptance, then filled ones; W_L of them.
         verdicts: one bool per draw that was looked at.
-        passed: every slot is an accepted draw.
+        passed: every one is an accepted draw.
     """
 
-    slots: tuple[int, ...]
+    draws: tuple[int, ...]
     verdicts: tuple[bool, ...]
     passed: bool
 
@@ -42,26 +41,26 @@ def verify_draws(p: np.ndarray, q: np.ndarray, draws: list[int], width: int, sam
             under a dead parent, which p gives no mass.
         width: W_L >= 1.
     """
-    slots: list[int] = []
+    chosen: list[int] = []
     verdicts: list[bool] = []
     current = p
     for draw in draws:
-        if len(slots) == width:
+        if len(chosen) == width:
             break
         # p'/q, not the printed q/p' (section 7). A dead parent's draw has p' = 0: rejected.
         accepted = draw >= 0 and current[draw] > 0 and sampler.accept(current[draw], q[draw])
         verdicts.append(bool(accepted))
         if accepted:
-            slots.append(draw)
+            chosen.append(draw)
             current = p
         else:
             current = residual(current, q)
-    passed = len(slots) == width
+    passed = len(chosen) == width
     if not passed:
         # The open chain of rejections owes one draw from its residual; the rest are free draws of p.
-        slots += sampler.sample(current, 1)
-        slots += sampler.sample(p, width - len(slots)) if len(slots) < width else []
-    return Verified(tuple(slots), tuple(verdicts), passed)
+        chosen += sampler.sample(current, 1)
+        chosen += sampler.sample(p, width - len(chosen)) if len(chosen) < width else []
+    return Verified(tuple(chosen), tuple(verdicts), passed)
 
 
 def align(

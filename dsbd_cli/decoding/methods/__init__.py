@@ -6,9 +6,8 @@ import os
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from dsbd_cli.decoding.law.distribution import LogitsProcessor
+from dsbd_cli.decoding.law.distribution import LogitsProcessor, Sampler
 from dsbd_cli.decoding.law.draft_length import DraftLength
-from dsbd_cli.decoding.law.sampling import Sampler
 from dsbd_cli.decoding.law.width import FixedWidth, WidthRule, width_rule
 from dsbd_cli.decoding.methods.deterministic import beam_search
 from dsbd_cli.decoding.methods.dsbd import dsbd
@@ -17,8 +16,7 @@ from dsbd_cli.decoding.methods.run import Run
 from dsbd_cli.decoding.methods.specinfer import TreeProposer, specinfer
 from dsbd_cli.decoding.model.protocol import TreeModel
 from dsbd_cli.decoding.tree.events import Iteration, Layer
-from dsbd_cli.decoding.tree.hypotheses import Hypotheses
-from dsbd_cli.decoding.tree.sequences import Trie
+from dsbd_cli.decoding.tree.sequences import Hypotheses, Trie
 from dsbd_cli.settings import DEFAULT_TREE, DRAFTING, ONE_BEAM_METHODS, Settings
 
 if TYPE_CHECKING:
@@ -130,17 +128,17 @@ def start(
             proposer = DraftModelProposer(draft, trie, processor, draft_width, draft_sampler, distinct, mass)
     hypotheses = Hypotheses(trie.root, width, settings.early_stopping, settings.length_penalty)
     return Run(
-        target,
-        trie,
-        hypotheses,
-        sampler,
-        processor_of(settings),
-        width,
-        trie.budget,
-        widths,
-        proposer,
-        gamma,
-        kv_one,
+        trie=trie,
+        hypotheses=hypotheses,
+        sampler=sampler,
+        processor=processor_of(settings),
+        width=width,
+        draft_width=settings.draft_width,
+        gamma=gamma,
+        target=target,
+        widths=widths,
+        proposer=proposer,
+        kv_one=kv_one,
         draft_length=draft_length,
         chain=chain,
     )

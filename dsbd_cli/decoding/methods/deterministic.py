@@ -11,10 +11,9 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from dsbd_cli.decoding.methods.proposers import Forest
 from dsbd_cli.decoding.methods.run import Run
 from dsbd_cli.decoding.tree.events import Iteration, Layer
-from dsbd_cli.decoding.tree.sequences import Node
+from dsbd_cli.decoding.tree.sequences import Forest, Node
 
 _NONE = np.float32(-1e9)
 
@@ -32,7 +31,7 @@ class BeamSearch:
         self._run, self._rule, self._alpha = run, early_stopping, length_penalty
         self._running: list[tuple[Node, np.float32]] = [(run.trie.root, np.float32(0))]
         self._finished: list[tuple[Node, np.float32]] = []
-        self.done = run.budget == 0
+        self.done = run.trie.budget == 0
         # Enough candidates that W unfinished ones are left even if every beam ends in each EOS.
         self._keep = max(2, 1 + len(run.trie.eos_ids)) * run.width
 
@@ -80,7 +79,7 @@ class BeamSearch:
         # One beam is Hugging Face's greedy search, which ends at the first EOS whatever the rule.
         if full and (self._rule == "first" or self._run.width == 1):
             return True
-        hopeful = self._run.budget if self._rule == "never" and self._alpha > 0 else length
+        hopeful = self._run.trie.budget if self._rule == "never" and self._alpha > 0 else length
         best = self._running[0][1] / np.float32(hopeful**self._alpha)
         worst = self._finished[-1][1] if full else _NONE
         return not best > worst

@@ -15,9 +15,9 @@ import numpy as np
 from dsbd_cli.decoding.law.distribution import Support
 from dsbd_cli.decoding.law.verification import align, verify_draws
 from dsbd_cli.decoding.methods.chained import chained
-from dsbd_cli.decoding.methods.proposers import DraftLayer, Forest
 from dsbd_cli.decoding.methods.run import Run
 from dsbd_cli.decoding.tree.events import Iteration, Layer
+from dsbd_cli.decoding.tree.sequences import DraftLayer, Forest
 
 
 def dsbd(run: Run, verify: str) -> Iterator[Layer | Iteration]:
@@ -53,7 +53,7 @@ def verify_layer(run: Run, drafted: DraftLayer, depth: int) -> Layer:
     width = run.widths.for_draws(p, q, len(drafted.draws))
     result = verify_draws(p, q, draws, width, run.sampler)
     # A slot has mass under p, so its key is one of the support's own (ascending) keys.
-    own = np.searchsorted(_keys(support.parent, support.token), keys[list(result.slots)])
+    own = np.searchsorted(_keys(support.parent, support.token), keys[list(result.draws)])
     slots = [run.node(support, int(i)) for i in own]
     return run.commit(
         slots,

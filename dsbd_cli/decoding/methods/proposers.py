@@ -2,46 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, field
 from typing import Protocol
 
-from dsbd_cli.decoding.law.distribution import LogitsProcessor, Support, most_probable
-from dsbd_cli.decoding.law.sampling import Sampler
+from dsbd_cli.decoding.law.distribution import LogitsProcessor, Sampler, most_probable
 from dsbd_cli.decoding.model.protocol import TreeModel
-from dsbd_cli.decoding.tree.sequences import Node, Trie
-
-
-@dataclass(frozen=True)
-class DraftLayer:
-    """One drafted layer.
-
-    Attributes:
-        parents: the unfinished nodes drafted from; `support.parent` indexes them.
-        support: the recorded `q_beam`, exactly what was drawn from.
-        draws: the drafted nodes in order, duplicates kept; for `cover` the distinct most probable.
-    """
-
-    parents: list[Node]
-    support: Support
-    draws: list[Node]
-
-
-@dataclass(frozen=True)
-class Forest:
-    """The layers of one iteration, the first one's parents being the input beams.
-
-    Attributes:
-        computed: the target has_logits its nodes and the beams already.
-    """
-
-    layers: list[DraftLayer] = field(default_factory=list)
-    computed: bool = False
-
-    def unfinished(self) -> Iterator[Node]:
-        """Distinct drafted nodes that a model may be asked about (finished ones are leaves)."""
-        for layer in self.layers:
-            yield from dict.fromkeys(node for node in layer.draws if node.finish is None)
+from dsbd_cli.decoding.tree.sequences import DraftLayer, Forest, Node, Trie
 
 
 class Proposer(Protocol):

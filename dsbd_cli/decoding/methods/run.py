@@ -6,50 +6,36 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from dsbd_cli.decoding.law.distribution import LogitsProcessor, Support
+from dsbd_cli.decoding.law.distribution import Support
 from dsbd_cli.decoding.law.draft_length import DraftLength
-from dsbd_cli.decoding.law.sampling import Sampler
 from dsbd_cli.decoding.law.width import WidthRule
-from dsbd_cli.decoding.methods.proposers import Forest, Proposer
+from dsbd_cli.decoding.methods.proposers import Proposer
 from dsbd_cli.decoding.model.protocol import TreeModel
 from dsbd_cli.decoding.tree.events import Iteration, Layer
-from dsbd_cli.decoding.tree.hypotheses import Hypotheses
-from dsbd_cli.decoding.tree.sequences import Node, Trie
+from dsbd_cli.decoding.tree.request import Request
+from dsbd_cli.decoding.tree.sequences import Forest, Node
 
 if TYPE_CHECKING:
     from dsbd_cli.decoding.device.pipeline import Chain
 
 
-@dataclass
-class Run:
-    """One prompt being decoded.
+@dataclass(kw_only=True)
+class Run(Request):
+    """A request and what serves it.
 
     Attributes:
         target: prefilled target model.
-        trie: all sequences of this run; `trie.root` is the prompt.
-        hypotheses: active set and finished pool.
-        sampler: the randomness of `p`; the proposer has its own, so that `cover` and `beam` draw alike.
-        processor: T.
-        width: W.
-        budget: generated tokens at most; a sequence of this length is finished.
+        widths: the rule for the width of each layer.
         proposer: where forests come from, or None for plain decoding.
-        gamma: layers to draft per target call, at most.
         kv_one: the memory-constrained mode.
+        keep_answer: leave the best finished sequence in the caches, for a prompt that goes on from it.
         draft_length: how many layers are worth drafting, or None for always gamma.
         chain: runs `cover` iterations on the device, verification included, or None.
-        keep_answer: leave the best finished sequence in the caches, for a prompt that goes on from it.
     """
 
     target: TreeModel
-    trie: Trie
-    hypotheses: Hypotheses
-    sampler: Sampler
-    processor: LogitsProcessor
-    width: int
-    budget: int
     widths: WidthRule
     proposer: Proposer | None = None
-    gamma: int = 0
     kv_one: bool = False
     keep_answer: bool = False
     draft_length: DraftLength | None = None
@@ -67,7 +53,7 @@ class Run:
 
     def _depth(self) -> int:
         """Layers to draft: the last one of a sequence is drawn from known rows, so budget less one."""
-        return min(self.gamma, self.budget - self.hypotheses.active[0].depth - 1)
+        return min(self.gamma, self.trie.budget - self.hypotheses.active[0].depth - 1)
 
     def look_ahead(self, verify: str) -> None:
         """Set off what the next iteration of `dsbd` needs, where a device can work on its own.
@@ -105,23 +91,23 @@ class Run:
         node.score = parent.score + float(support.logp[index])
         return node
 
-    def commit(self, slots: Sequence[Node], **facts: object) -> Layer:
-        """Make the drawn `slots` the next layer, and test the stop rules through `hypotheses`."""
+    def commit(self, draws: Sequence[Node], **facts: object) -> Layer:
+        """Make `draws` the next layer, and test the stop rules through `hypotheses`."""
         for node in self.hypotheses.active:
             node.children = {}  # nothing asks below a parent again; lets dead branches go
-        distinct = self.hypotheses.commit(slots)
-        layer = Layer(tuple(slots), distinct, **facts)  # type: ignore[arg-type]
+        distinct = self.hypotheses.commit(draws)
+        layer = Layer(tuple(draws), distinct, **facts)  # type: ignore[arg-type]
         self._layers.append(layer)
         return layer
 
-    def commit_covered(self, slots: Sequence[Node], verdicts: tuple[bool, ...], drafted: int | None) -> Layer:
-        """`commit` a layer chosen without the forest, of which `verdicts` says slot by slot what the forest holds.
+    def commit_covered(self, draws: Sequence[Node], verdicts: tuple[bool, ...], drafted: int | None) -> Layer:
+        """`commit` a layer chosen without the forest, of which `verdicts` says draw by draw what the forest holds.
 
         Args:
             drafted: place of the forest's layer; None where there is none (and no verdicts).
         """
         return self.commit(
-            slots,
+            draws,
             examined=len(verdicts),
             accepted=sum(verdicts),
             verdicts=verdicts,

@@ -9,14 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from dsbd_cli.decoding.law.distribution import LogitsProcessor
-from dsbd_cli.decoding.law.sampling import Sampler
+from dsbd_cli.decoding.law.distribution import LogitsProcessor, Sampler
 from dsbd_cli.decoding.methods.dsbd import verify_layer
-from dsbd_cli.decoding.methods.proposers import DraftLayer, Forest, draft_room
+from dsbd_cli.decoding.methods.proposers import draft_room
 from dsbd_cli.decoding.methods.run import Run
 from dsbd_cli.decoding.model.protocol import TreeModel
 from dsbd_cli.decoding.tree.events import Iteration, Layer
-from dsbd_cli.decoding.tree.sequences import Node, Trie
+from dsbd_cli.decoding.tree.sequences import DraftLayer, Forest, Node, Trie
 
 
 class TreeProposer:

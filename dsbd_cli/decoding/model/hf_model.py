@@ -19,7 +19,7 @@ from dsbd_cli.decoding.device.proposer import DeviceProposer, device_proposer
 from dsbd_cli.decoding.forward import amx, llama
 from dsbd_cli.decoding.forward.graphs import Flight, GraphForward, why_not
 from dsbd_cli.decoding.forward.hf import HfForward, context_limit
-from dsbd_cli.decoding.forward.logit_store import LogitStore
+from dsbd_cli.decoding.forward.logits import LogitStore
 from dsbd_cli.decoding.forward.selftest import check_tree, refusal, refuse_unserved
 from dsbd_cli.decoding.law.distribution import LogitsProcessor, Support
 from dsbd_cli.decoding.tree.sequences import Node

@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from dsbd_cli.decoding.methods.proposers import Forest
-from dsbd_cli.decoding.tree.sequences import Node
+from dsbd_cli.decoding.tree.sequences import Forest, Node
 
 if TYPE_CHECKING:
     from dsbd_cli.result import Result
@@ -17,15 +16,15 @@ class Layer:
     """One committed layer: the engine's smallest step.
 
     Attributes:
-        slots: the draws in order, equal ones repeated; len(slots) is the layer's width.
+        draws: nodes in the order they were drawn, equal ones repeated; len(draws) is the layer's width.
         distinct: distinct sequences among them, finished ones included.
-        examined, accepted: draft draws looked at and accepted (`cover`: slots, and those in the forest).
-        verdicts: accept or reject per examined draw, in order (the forest's draws; for `cover` the slots).
+        examined, accepted: draft draws looked at and accepted (`cover`: draws of p, and those in the forest).
+        verdicts: accept or reject per examined draw, in order (the forest's draws; for `cover` the draws of p).
         drafted: position in the forest, 0-based; None for a layer that no draft layer was tested for.
-        passed: every slot came from the forest.
+        passed: every draw came from the forest.
     """
 
-    slots: tuple[Node, ...]
+    draws: tuple[Node, ...]
     distinct: int
     examined: int = 0
     accepted: int = 0

@@ -1,8 +1,14 @@
-"""The trie of everything generated in one run: a sequence IS a node, so equal draws merge by identity."""
+"""What is generated: the trie of sequences, the hypotheses among them, and drafted forests. No model here.
+
+A sequence IS a node of the trie, so equal draws merge by identity (design.md sections 1 and 2).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from dsbd_cli.decoding.law.distribution import Support
 
 
 class Node:
@@ -88,3 +94,93 @@ def common_ancestor(nodes: list[Node]) -> Node:
             assert node.parent is not None
             best, node = best.parent, node.parent
     return best
+
+
+class Hypotheses:
+    """Distinct unfinished sequences (`active`) and finished ones (`pool`), with the rule when to stop.
+
+    Args:
+        root: the prompt; active at the start.
+        width: W, also where a threshold makes layers narrower.
+        early_stopping: `first`, `heuristic` or `never`.
+        length_penalty: alpha in score = l / len ** alpha over generated tokens, EOS counted.
+    """
+
+    def __init__(self, root: Node, width: int, early_stopping: str, length_penalty: float) -> None:
+        self.active: list[Node] = [root]
+        self.pool: list[Node] = []
+        self._width = width
+        self._early_stopping = early_stopping
+        self._alpha = length_penalty
+
+    def score(self, node: Node) -> float:
+        """`l(x) / len(x) ** alpha`; 0 for the empty sequence."""
+        return node.score / node.depth**self._alpha if node.depth else 0.0
+
+    def commit(self, slots: Sequence[Node]) -> int:
+        """Take a layer's draws: equal ones merge, finished ones go to the pool.
+
+        Returns the number of distinct sequences in the layer, finished ones included.
+        """
+        distinct = list(dict.fromkeys(slots))
+        self.active = [node for node in distinct if node.finish is None]
+        self.pool += [node for node in distinct if node.finish is not None]
+        return len(distinct)
+
+    def keep_best_active(self) -> None:
+        """The memory-constrained mode: only the unfinished sequence with the highest l goes on."""
+        # max() returns the first of equals, which is the earlier draw.
+        self.active = [max(self.active, key=lambda node: node.score)] if self.active else []
+
+    def best_finished(self) -> Node | None:
+        """The finished sequence with the best score; ties to the one that finished first."""
+        return max(self.pool, key=self.score, default=None)
+
+    def stopped(self) -> bool:
+        """Whether decoding ends after the layer just committed."""
+        if not self.active:
+            return True
+        if self._early_stopping == "never":
+            return False
+        if len(self.pool) >= self._width:
+            return True
+        best = self.best_finished()
+        if self._early_stopping == "first" or best is None:
+            return False
+        return self.score(best) >= max(self.score(node) for node in self.active)
+
+    def ranking(self) -> list[Node]:
+        """Pool and active set together, best score first; ties: finished first, then older first."""
+        return sorted([*self.pool, *self.active], key=self.score, reverse=True)
+
+
+@dataclass(frozen=True)
+class DraftLayer:
+    """One drafted layer.
+
+    Attributes:
+        parents: the unfinished nodes drafted from; `support.parent` indexes them.
+        support: the recorded `q_beam`, exactly what was drawn from.
+        draws: the drafted nodes in order, duplicates kept; for `cover` the distinct most probable.
+    """
+
+    parents: list[Node]
+    support: Support
+    draws: list[Node]
+
+
+@dataclass(frozen=True)
+class Forest:
+    """The layers of one iteration, the first one's parents being the input beams.
+
+    Attributes:
+        computed: the target has_logits its nodes and the beams already.
+    """
+
+    layers: list[DraftLayer] = field(default_factory=list)
+    computed: bool = False
+
+    def unfinished(self) -> Iterator[Node]:
+        """Distinct drafted nodes that a model may be asked about (finished ones are leaves)."""
+        for layer in self.layers:
+            yield from dict.fromkeys(node for node in layer.draws if node.finish is None)
