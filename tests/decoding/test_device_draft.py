@@ -188,7 +188,7 @@ def test_nothing_leaks_from_what_was_reserved(pair, way, stop):
                     node = node.parent
         for model, nodes in zip(models, known, strict=True):
             # The next iteration is under way: its plan is entered, its forest has reserved space.
-            reserved = model.pool.reserved
+            reserved = sum(len(each.slots) for each in model.pool._reservations)
             assert model.pool.slots.live - reserved == len(PROMPT) + len(nodes)
             rows = model.pool.masks.table.shape[0]
             assert rows - 1 - len(model.pool.masks._free) - reserved == len(model.pool._open)
