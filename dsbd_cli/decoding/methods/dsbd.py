@@ -14,25 +14,44 @@ import numpy as np
 
 from dsbd_cli.decoding.law.distribution import Support
 from dsbd_cli.decoding.law.verification import align, verify_draws
-from dsbd_cli.decoding.methods.chained import chained
 from dsbd_cli.decoding.methods.run import Run
+from dsbd_cli.decoding.model.protocol import Engine
 from dsbd_cli.decoding.tree.events import Iteration, Layer
-from dsbd_cli.decoding.tree.sequences import DraftLayer, Forest
+from dsbd_cli.decoding.tree.request import Request
+from dsbd_cli.decoding.tree.sequences import DraftLayer, Forest, Node
 
 
 def dsbd(run: Run, verify: str) -> Iterator[Layer | Iteration]:
     """Decode until the stop rules hold; `verify` is `paper`, `continue` or `cover`."""
     rule = cover_layers if verify == "cover" else draw_layers
-    chain = run.chain
+    engine = run.engine
     while not run.hypotheses.stopped():
-        if chain is not None and (chain.flying or chain.begin(run.hypotheses.active)):
-            yield from chained(run, chain)
+        if engine is not None and engine.begin([run]):
+            yield from _engine_iteration(run, engine)
             continue
         # Slots that come straight from p need no forest where p is known already (behind the prompt).
         forest = Forest() if verify == "cover" and run.known() else run.propose()
         run.advance(forest)
         yield from rule(run, forest, verify)
         yield from run.finish_iteration(forest, verify)
+
+
+def _engine_iteration(run: Run, engine: Engine) -> Iterator[Layer | Iteration]:
+    """One iteration of `cover` that the device drafted and verified, from the random numbers of `cover_layers`."""
+    layers: list[Layer] = []
+
+    def commit(_: Request, draws: list[Node], held: list[bool] | None) -> bool:
+        if held is None:
+            layers.append(run.commit(draws))
+        else:
+            # A finished sequence needs no node of the forest.
+            verdicts = tuple(node.finish is not None or one for node, one in zip(draws, held, strict=True))
+            layers.append(run.commit_covered(draws, verdicts, len(layers)))
+        return not run.hypotheses.stopped()
+
+    (forest,) = engine.step([run], commit)
+    yield from layers
+    yield from run.finish_iteration(forest, by=engine)
 
 
 def draw_layers(run: Run, forest: Forest, verify: str) -> Iterator[Layer]:

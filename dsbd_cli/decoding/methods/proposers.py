@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from dsbd_cli.decoding.law.distribution import LogitsProcessor, Sampler, most_probable
-from dsbd_cli.decoding.model.protocol import TreeModel
+from dsbd_cli.decoding.model.protocol import TreeModel, draft_room
 from dsbd_cli.decoding.tree.sequences import DraftLayer, Forest, Node, Trie
 
 
@@ -19,6 +19,13 @@ class Proposer(Protocol):
 
     def retain(self, leaves: list[Node]) -> None:
         """The iteration is over: only `leaves` and their ancestors matter from now on."""
+
+
+class CapturedProposer(Protocol):
+    """A proposer on a device (`device.proposer`), which has no place for every iteration."""
+
+    def falling_back_to(self, host: Proposer) -> Proposer:
+        """This one, with the proposer that it asks where it has no place."""
 
 
 class DraftModelProposer:
@@ -68,8 +75,3 @@ class DraftModelProposer:
 
     def retain(self, leaves: list[Node]) -> None:
         self._draft.retain(leaves)
-
-
-def draft_room(draft: TreeModel, beams: list[Node]) -> int:
-    """How many layers the draft's context still allows: layer j forwards nodes of depth beams + j - 1."""
-    return 1 << 30 if draft.max_depth is None else draft.max_depth - beams[0].depth + 1

@@ -4,19 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from dsbd_cli.decoding.law.distribution import Support
 from dsbd_cli.decoding.law.draft_length import DraftLength
 from dsbd_cli.decoding.law.width import WidthRule
 from dsbd_cli.decoding.methods.proposers import Proposer
-from dsbd_cli.decoding.model.protocol import TreeModel
+from dsbd_cli.decoding.model.protocol import Engine, TreeModel
 from dsbd_cli.decoding.tree.events import Iteration, Layer
 from dsbd_cli.decoding.tree.request import Request
 from dsbd_cli.decoding.tree.sequences import Forest, Node
-
-if TYPE_CHECKING:
-    from dsbd_cli.decoding.device.pipeline import Chain
 
 
 @dataclass(kw_only=True)
@@ -30,7 +26,7 @@ class Run(Request):
         kv_one: the memory-constrained mode.
         keep_answer: leave the best finished sequence in the caches, for a prompt that goes on from it.
         draft_length: how many layers are worth drafting, or None for always gamma.
-        chain: runs `cover` iterations on the device, verification included, or None.
+        engine: runs `cover` iterations on the device, verification included, or None.
     """
 
     target: TreeModel
@@ -39,7 +35,7 @@ class Run(Request):
     kv_one: bool = False
     keep_answer: bool = False
     draft_length: DraftLength | None = None
-    chain: Chain | None = None
+    engine: Engine | None = None
     _layers: list[Layer] = field(default_factory=list)
 
     def propose(self) -> Forest:
@@ -62,8 +58,8 @@ class Run(Request):
         """
         if self.hypotheses.stopped() or (verify == "cover" and self.known()):
             return
-        if self.chain is not None:
-            self.chain.begin(self.hypotheses.active)
+        if self.engine is not None:
+            self.engine.begin([self])
         elif self.proposer is not None and self._depth() > 0:
             if (begin := getattr(self.proposer, "begin", None)) is not None:
                 begin(self.hypotheses.active, self._depth())
@@ -120,11 +116,14 @@ class Run(Request):
         support = self.p_beam()
         return self.commit([self.node(support, i) for i in self.sampler.sample(support.prob, width)])
 
-    def finish_iteration(self, forest: Forest, ahead: str | None = None) -> Iterator[Iteration]:
+    def finish_iteration(
+        self, forest: Forest, ahead: str | None = None, by: Engine | None = None
+    ) -> Iterator[Iteration]:
         """Close an iteration: drop what is dead from the caches, and report.
 
         Args:
             ahead: the rule by which `dsbd` goes on, if it does: the next iteration is set off first.
+            by: the engine that ran the iteration; it frees its caches itself.
         """
         if self.kv_one:
             self.hypotheses.keep_best_active()
@@ -135,9 +134,9 @@ class Run(Request):
         self._layers.clear()
         best = self.hypotheses.best_finished() if self.keep_answer else None
         leaves = active if best is None else [*active, best]
-        self.target.retain(leaves)
-        if self.proposer is not None:
-            self.proposer.retain(leaves)
+        for cache in (self.target, self.proposer) if by is None else (by,):
+            if cache is not None:
+                cache.retain(leaves)
         if ahead is not None:
             self.look_ahead(ahead)
         yield event

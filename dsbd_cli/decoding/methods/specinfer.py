@@ -11,9 +11,8 @@ from collections.abc import Iterator, Sequence
 
 from dsbd_cli.decoding.law.distribution import LogitsProcessor, Sampler
 from dsbd_cli.decoding.methods.dsbd import verify_layer
-from dsbd_cli.decoding.methods.proposers import draft_room
 from dsbd_cli.decoding.methods.run import Run
-from dsbd_cli.decoding.model.protocol import TreeModel
+from dsbd_cli.decoding.model.protocol import TreeModel, draft_room
 from dsbd_cli.decoding.tree.events import Iteration, Layer
 from dsbd_cli.decoding.tree.sequences import DraftLayer, Forest, Node, Trie
 
