@@ -11,10 +11,14 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from dsbd_cli.decoding.device.engines import Choice as Choice
+    from dsbd_cli.decoding.device.engines import Engines as Engines
     from dsbd_cli.decoding.law.distribution import LogitsProcessor as LogitsProcessor
+    from dsbd_cli.decoding.law.distribution import Sampler as Sampler
     from dsbd_cli.decoding.law.distribution import SeededSampler as SeededSampler
     from dsbd_cli.decoding.methods.dsbd import Run as Run
     from dsbd_cli.decoding.methods.setup import decode as decode
+    from dsbd_cli.decoding.methods.setup import demand_of as demand_of
     from dsbd_cli.decoding.methods.setup import draft_processor as draft_processor
     from dsbd_cli.decoding.methods.setup import start as start
     from dsbd_cli.decoding.methods.setup import top_n_needed as top_n_needed
@@ -31,9 +35,10 @@ if TYPE_CHECKING:
     from dsbd_cli.decoding.tree.sequences import common_ancestor as common_ancestor
 
 _ROOMS = {
-    "law.distribution": ("LogitsProcessor", "SeededSampler"),
+    "device.engines": ("Choice", "Engines"),
+    "law.distribution": ("LogitsProcessor", "Sampler", "SeededSampler"),
     "methods.dsbd": ("Run",),
-    "methods.setup": ("decode", "draft_processor", "start", "top_n_needed"),
+    "methods.setup": ("decode", "demand_of", "draft_processor", "start", "top_n_needed"),
     "model.hf_model": ("HfTreeModel",),
     "tree.events": ("Event", "Finished", "Iteration", "Layer", "Notice", "Prefilled", "Text"),
     "tree.sequences": ("Node", "Trie", "common_ancestor"),
