@@ -2,7 +2,7 @@
 
 Bookkeeping only: it turns nodes into slots, positions and mask rows, and frees what no sequence
 needs any more. Every node's mask row is its parent's row plus its own slot (`kv_pool.TreeMasks`),
-so nothing here walks a sequence: the work of a step is that of its new nodes. design.md section 5.
+so nothing here walks a sequence: the work of a step is that of its new nodes. docs/design.md section 5.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Drafting one layer where the rows lie: `q_beam` over best entries, and its continuations.
 
 The same law as `law.joint` and `Sampler.sample`, in tensors of fixed shape, so that a recording can hold
-it. What comes out is what was drawn from: that alone keeps the output law exact (design.md section 2).
+it. What comes out is what was drawn from: that alone keeps the output law exact (docs/design.md section 2).
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ the draft is right four layers deep, on others hardly once.
 
 Exactness: the depth is chosen before an iteration's draft, from the layers that earlier iterations
 passed; that is a function of the past, and given the past every layer is drawn from its own law
-whatever is drafted below it (design.md section 3). Costs are fixed numbers of the pair, not times
+whatever is drafted below it (docs/design.md section 3). Costs are fixed numbers of the pair, not times
 measured in this run, so the same seed gives the same tokens again on any machine.
 """
 

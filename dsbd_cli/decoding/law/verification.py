@@ -1,4 +1,4 @@
-"""Verifying one drafted layer: pure functions over aligned vectors (design.md section 3). numpy only.
+"""Verifying one drafted layer: pure functions over aligned vectors (docs/design.md section 3). numpy only.
 
 Whatever q is, every slot that comes out is an iid draw of p: that is the whole theorem.
 """
@@ -47,7 +47,7 @@ def verify_draws(p: np.ndarray, q: np.ndarray, draws: list[int], width: int, sam
     for draw in draws:
         if len(chosen) == width:
             break
-        # p'/q, not the printed q/p' (section 7). A dead parent's draw has p' = 0: rejected.
+        # p'/q, not the printed q/p' (docs/design.md section 7). A dead parent's draw has p' = 0: rejected.
         accepted = draw >= 0 and current[draw] > 0 and sampler.accept(current[draw], q[draw])
         verdicts.append(bool(accepted))
         if accepted:

@@ -1,4 +1,4 @@
-"""Dynamic-width speculative beam decoding: draft a forest, verify it layer by layer (design.md section 3).
+"""Dynamic-width speculative beam decoding: draft a forest, verify it layer by layer (docs/design.md section 3).
 
 One iteration is: the proposer drafts up to gamma layers on the live beams; ONE target call computes
 the conditionals of every node; then layers are committed for as long as their law is known. Beam

@@ -1,4 +1,4 @@
-"""Draft forests and what proposes them (design.md section 2)."""
+"""Draft forests and what proposes them (docs/design.md section 2)."""
 
 from __future__ import annotations
 
