@@ -19,9 +19,7 @@ REPLY = "ok 🙂é 한 [x] a != b 'sword' end"
 
 
 @pytest.mark.parametrize("way", EVERY_WAY)
-def test_nothing_follows_the_end_wherever_in_a_block_it_falls(
-    dsbd: Call, models: Models, way: str
-) -> None:
+def test_nothing_follows_the_end_wherever_in_a_block_it_falls(dsbd: Call, models: Models, way: str) -> None:
     for words in (["A"], ["A", "B"], ["A", "B", "C"], ["A", "B", "C", "D"]):
         ran = dsbd("generate", "x", *pair(models("says", *words)), *EVERY_WAY[way], "--max-new-tokens", "20",
                    "--json")  # fmt: skip

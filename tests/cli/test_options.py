@@ -211,9 +211,7 @@ def template_model(models: Models, folder: Path, template: str | None) -> str:
 
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("mode", [[], ["--raw"]])
-def test_exactly_one_bos(
-    dsbd: Call, models: Models, tmp_path: Path, method: str, mode: list[str]
-) -> None:
+def test_exactly_one_bos(dsbd: Call, models: Models, tmp_path: Path, method: str, mode: list[str]) -> None:
     template = "{{ bos_token }}{% for m in messages %}{{ m.content }}{% endfor %}"
     target = template_model(models, tmp_path / "t", template)
     for prompt in ("hi", "<s>hi"):

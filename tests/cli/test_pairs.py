@@ -111,9 +111,7 @@ def test_padded_heads_of_different_size(
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("letters", [5, 40])
-def test_a_window_is_crossed_or_refused_by_name(
-    dsbd: Call, models: Models, way: str, letters: int
-) -> None:
+def test_a_window_is_crossed_or_refused_by_name(dsbd: Call, models: Models, way: str, letters: int) -> None:
     options = {"sliding_window": 8, "initializer_range": 0.3}
     target, draft = models("rand", "mistral", **options), models("rand", "mistral", seed=1, **options)
     prompt = "abcdefghij" * 4
