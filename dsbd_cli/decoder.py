@@ -10,7 +10,7 @@ from typing import Any
 
 from dsbd_cli.decoding.law.distribution import SeededSampler
 from dsbd_cli.decoding.methods import decode, draft_processor, start, top_n_needed
-from dsbd_cli.decoding.methods.run import Run
+from dsbd_cli.decoding.methods.dsbd import Run
 from dsbd_cli.decoding.model.hf_model import HfTreeModel
 from dsbd_cli.decoding.tree.events import Event, Finished, Iteration, Layer, Notice, Prefilled, Text
 from dsbd_cli.decoding.tree.sequences import Node, Trie, common_ancestor

@@ -15,6 +15,7 @@ METHODS = ("dsbd", "beam", "speculative", "specinfer", "multinomial")
 VERIFY_RULES = ("paper", "continue", "cover")
 EARLY_STOPPING = ("first", "heuristic", "never")
 KV_MODES = ("all", "one")
+FORESTS = ("adaptive", "full")
 DRAFTING = ("dsbd", "speculative", "specinfer")
 ONE_BEAM_METHODS = ("multinomial", "speculative", "specinfer")
 DEFAULT_TREE = (2, 2, 1)
@@ -35,6 +36,8 @@ class Settings:
         verify: `paper`, `continue` or `cover` (docs/design.md section 3).
         threshold: t of the dynamic width in (0, 1], or None for a fixed width (docs/design.md section 4).
         min_width: W_min, 1 <= W_min <= width.
+        forest: `adaptive`: on a CPU as many layers and nodes as recently paid, gamma and W_S at most; `full`:
+            always gamma layers of W_S (a GPU drafts them anyway).
         tree: per-depth expansion of SpecInfer, or None for (2, 2, 1).
         kv: `all`, or `one` for the paper's memory-constrained mode.
         deterministic: Hugging Face's beam search, token for token (beam and dsbd only).
@@ -58,6 +61,7 @@ class Settings:
     verify: str = "cover"
     threshold: float | None = None
     min_width: int = 2
+    forest: str = "adaptive"
     tree: tuple[int, ...] | None = None
     kv: str = "all"
     deterministic: bool = False
@@ -80,6 +84,7 @@ class Settings:
         _one_of("verify", self.verify, VERIFY_RULES)
         _one_of("early-stopping", self.early_stopping, EARLY_STOPPING)
         _one_of("kv", self.kv, KV_MODES)
+        _one_of("forest", self.forest, FORESTS)
         for name, low in (("width", 1), ("draft_width", 1), ("gamma", 0), ("min_width", 1),
                           ("top_k", 0), ("max_new_tokens", 0), ("num_return", 1)):  # fmt: skip
             if getattr(self, name) < low:

@@ -16,7 +16,7 @@ from dsbd_cli.bench.arms import Arm
 from dsbd_cli.bench.hf import synchronize
 from dsbd_cli.decoder import Decoder
 from dsbd_cli.decoding.device.pipeline import Chain
-from dsbd_cli.decoding.methods.run import Run
+from dsbd_cli.decoding.methods.dsbd import Run
 from dsbd_cli.decoding.tree.events import Iteration
 
 PARTS = ("draft", "target", "verify", "rest")

@@ -80,6 +80,9 @@ class TableModel:
         self._held: set[Node] = set()  # in the cache
         self._joints: dict[tuple[object, ...], Support] = {}
 
+    def relative_cost(self, draft: TableModel) -> float | None:
+        return None
+
     def prefill(self, ids: Sequence[int], root: Node) -> None:
         self._known, self._held = {root}, {root}
 

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from dsbd_cli.decoding.law.draft_length import DraftLength
+from dsbd_cli.decoding.methods.proposers import DraftLength
 
 Past = list[list[bool]]
 

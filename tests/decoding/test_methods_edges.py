@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from dsbd_cli.decoding.law.distribution import SeededSampler
-from dsbd_cli.decoding.methods.run import Run
+from dsbd_cli.decoding.methods.dsbd import Run
 from dsbd_cli.decoding.tree.events import Iteration, Layer
 from tests.decoding.harness import Toy, path_of, settings_for
 from tests.decoding.reference import T, logprob, p_beam

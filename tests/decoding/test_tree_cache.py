@@ -22,7 +22,7 @@ def begun() -> TreeCache:
 
 
 def prompt(cache: TreeCache) -> None:
-    cache.start(PROMPT, Node(-1, None), [], 0)
+    cache.start(PROMPT, Node(-1, None), [])
     plan = cache.prompt_plan(0, len(PROMPT))
     cache.masks.causal(plan.base[0], torch.tensor(plan.slots))
 

@@ -10,8 +10,8 @@ import torch.nn.functional as F
 
 from dsbd_cli.decoding.cache.kv_buffer import TreeMasks
 from dsbd_cli.decoding.forward import llama
-from dsbd_cli.decoding.forward.linears import DenseLinear
-from dsbd_cli.decoding.forward.llama_layers import TorchLayer, TritonLayer
+from dsbd_cli.decoding.forward.kernels import DenseLinear
+from dsbd_cli.decoding.forward.llama import TorchLayer, TritonLayer
 from dsbd_cli.decoding.forward.logits import finite_logits, log_probabilities, pack, unpack
 from dsbd_cli.decoding.model.hf_model import HfTreeModel
 from dsbd_cli.decoding.tree.sequences import Node
@@ -78,9 +78,9 @@ def test_rms_and_silu(dtype):
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3"])
 def test_layers_with_kernels_are_layers_without(tmp_path, kind):
     model = rand(tmp_path, kind, num_key_value_heads=2, head_dim=16, initializer_range=0.3).to(DEVICE)
-    forward = llama.LlamaForward(model, kind=DenseLinear)
+    forward = llama.LlamaForward(model, DenseLinear, None)
     torch_layers = [
-        TorchLayer(i, layer, DenseLinear, torch.float32) for i, layer in enumerate(model.model.layers)
+        TorchLayer(i, layer, DenseLinear, torch.float32, None) for i, layer in enumerate(model.model.layers)
     ]
     kernels = [
         TritonLayer(i, layer, DenseLinear, torch.float32, Kernels())
@@ -146,7 +146,6 @@ def test_masks_of_a_forest_are_those_of_the_table():
 
 @pytest.mark.parametrize("way", ["cover", "greedy", "one layer", "beam", "multinomial"])
 def test_the_kernels_decide_what_the_host_decides(tmp_path, monkeypatch, way):
-    monkeypatch.setenv("DSBD_FIXED_FOREST", "1")  # as the device drafts
     settings, pair = settings_of(way), [model.to(DEVICE) for model in related(tmp_path)]
     models = [trees(pair, graphs) for graphs in (True, False)]
     for seed in range(2):

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from dsbd_cli.decoding.law.distribution import LogitsProcessor, Sampler
-from dsbd_cli.decoding.law.draft_length import DraftLength
-from dsbd_cli.decoding.law.width import FixedWidth, WidthRule, width_rule
+from dsbd_cli.decoding.law.width import ThresholdWidth, width_rule
 from dsbd_cli.decoding.methods.deterministic import beam_search
-from dsbd_cli.decoding.methods.dsbd import dsbd
-from dsbd_cli.decoding.methods.proposers import DraftModelProposer, Proposer
-from dsbd_cli.decoding.methods.run import Run
+from dsbd_cli.decoding.methods.dsbd import Run, dsbd
+from dsbd_cli.decoding.methods.proposers import DraftLength, DraftModelProposer, Proposer
 from dsbd_cli.decoding.methods.specinfer import TreeProposer, specinfer
 from dsbd_cli.decoding.model.protocol import TreeModel
 from dsbd_cli.decoding.tree.events import Iteration, Layer
@@ -56,13 +53,9 @@ def draft_processor(settings: Settings) -> LogitsProcessor:
     )
 
 
-def relative_cost(target: TreeModel, draft: TreeModel) -> float | None:
-    """What one more drafted layer costs, in target calls; None where that need not be looked at.
-
-    With DSBD_FIXED_FOREST=1 (to measure what width and gamma do) it never is.
-    """
-    price = getattr(target, "relative_cost", None)
-    return None if price is None or os.environ.get("DSBD_FIXED_FOREST") == "1" else price(draft)
+def relative_cost(settings: Settings, target: TreeModel, draft: TreeModel) -> float | None:
+    """What one more drafted layer costs, in target calls; None where forests are to be full."""
+    return None if settings.forest == "full" else target.relative_cost(draft)
 
 
 def forest_mass(settings: Settings) -> float:
@@ -93,14 +86,14 @@ def start(
     gamma = settings.gamma
     proposer: Proposer | None = None
     draft_length: DraftLength | None = None
-    widths: WidthRule = FixedWidth(width)
+    dynamic: ThresholdWidth | None = None
     if settings.method == "dsbd" and not settings.deterministic:
-        widths = width_rule(width, settings.min_width, settings.threshold)
+        dynamic = width_rule(width, settings.min_width, settings.threshold)
     kv_one = settings.kv == "one" and settings.method == "dsbd"
     chain: Chain | None = None
     plain = draft is None or settings.method not in DRAFTING
     covers = plain or (settings.method == "dsbd" and settings.verify == "cover")
-    if covers and not kv_one and not settings.deterministic and isinstance(widths, FixedWidth):
+    if covers and not kv_one and not settings.deterministic and dynamic is None:
         forests = (0, 0) if plain else (settings.draft_width, gamma)
         # On a GPU the device verifies as well, where the models allow it.
         if (chained := getattr(target, "device_chain", None)) is not None:
@@ -117,7 +110,7 @@ def start(
         if recorded is not None and chain is None:
             proposer = recorded(draft, trie, processor, draft_width, draft_sampler, distinct, gamma, width)
         if proposer is None:
-            price = relative_cost(target, draft)
+            price = relative_cost(settings, target, draft)
             mass = 1.0 if price is None else forest_mass(settings)
             if mass < 1:
                 processor = LogitsProcessor(
@@ -136,7 +129,7 @@ def start(
         draft_width=settings.draft_width,
         gamma=gamma,
         target=target,
-        widths=widths,
+        dynamic_width=dynamic,
         proposer=proposer,
         kv_one=kv_one,
         draft_length=draft_length,

@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from dsbd_cli.decoding.methods.run import Run
+from dsbd_cli.decoding.law.verification import Verified
+from dsbd_cli.decoding.methods.dsbd import Run
 from dsbd_cli.decoding.tree.events import Iteration, Layer
 
 if TYPE_CHECKING:
@@ -26,10 +27,10 @@ def chained(run: Run, chain: Chain) -> Iterator[Layer | Iteration]:
         for depth, (slots, known) in enumerate(landed.layers):
             if depth < drafted:
                 # A finished sequence needs no node of the forest.
-                verdicts = (
+                verdicts = tuple(
                     node.finish is not None or inside for node, inside in zip(slots, known, strict=True)
                 )
-                yield run.commit_covered(slots, tuple(verdicts), depth)
+                yield run.commit(slots, Verified((), verdicts, all(verdicts)), depth)
             else:
                 yield run.commit(slots)
             # The device has_logits nothing of stop strings and budgets.

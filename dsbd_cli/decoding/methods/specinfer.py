@@ -10,9 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from dsbd_cli.decoding.law.distribution import LogitsProcessor, Sampler
-from dsbd_cli.decoding.methods.dsbd import verify_layer
+from dsbd_cli.decoding.methods.dsbd import Run, verify_layer
 from dsbd_cli.decoding.methods.proposers import draft_room
-from dsbd_cli.decoding.methods.run import Run
 from dsbd_cli.decoding.model.protocol import TreeModel
 from dsbd_cli.decoding.tree.events import Iteration, Layer
 from dsbd_cli.decoding.tree.sequences import DraftLayer, Forest, Node, Trie
@@ -78,4 +77,4 @@ def _descend(run: Run, forest: Forest) -> Iterator[Layer]:
         if run.hypotheses.stopped() or not layer.passed:
             return
         depth += 1
-    yield run.draw_layer(1)
+    yield run.sample_layer(1)

@@ -16,9 +16,10 @@ from dsbd_cli.decoding.device.iteration import DeviceLoop
 from dsbd_cli.decoding.device.layout import Side
 from dsbd_cli.decoding.device.pipeline import Chain, chain_for
 from dsbd_cli.decoding.device.proposer import DeviceProposer, device_proposer
-from dsbd_cli.decoding.forward import amx, llama
+from dsbd_cli.decoding.forward import backends
+from dsbd_cli.decoding.forward.backends import Forward
 from dsbd_cli.decoding.forward.graphs import Flight, GraphForward, why_not
-from dsbd_cli.decoding.forward.hf import HfForward, context_limit
+from dsbd_cli.decoding.forward.hf import context_limit
 from dsbd_cli.decoding.forward.logits import LogitStore
 from dsbd_cli.decoding.forward.selftest import check_tree, refusal, refuse_unserved
 from dsbd_cli.decoding.law.distribution import LogitsProcessor, Support
@@ -32,8 +33,8 @@ _SIZES = 512, 64
 _RECORDED_SIZES = 2048, 512
 # Recorded iterations to keep, one for each way of decoding: a sweep goes through many in turns.
 _MOST_ITERATIONS = 32
-# Nodes of a sparing layer, on average; and what a node more costs on a CPU, in forwards of one node.
-_LAYER_NODES, _NODE_PRICE = 4, 0.03
+# Nodes of a layer of an adaptive forest, on average.
+_LAYER_NODES = 4
 
 
 class HfTreeModel:
@@ -77,6 +78,7 @@ class HfTreeModel:
         self.device, self.dtype = module.device, module.dtype
         self.max_positions = max_positions or getattr(model, "max_positions", None) or context_limit(module)
         self.calls = 0
+        self._root = Node(-1, None)
         self.notes: list[str] = []
         self.rows = LogitStore(f"the {role} model ({self.name})", self.dtype, vocab_size)
         self._graphs: GraphForward | None = None
@@ -89,7 +91,7 @@ class HfTreeModel:
         self._record = self.device.type == "cuda" if graphs is None else graphs
         if self._record and (reason := why_not(module)):
             self._no_graphs(reason)
-        self._ways = self._forwards(fast, int8)
+        self._ways = backends.candidates(module, int8=int8, fused=fast)
         self._use(next(self._ways))
         self._served = False
 
@@ -115,24 +117,12 @@ class HfTreeModel:
             self._use(way)
         self._ways = iter(())  # lets go of what was tried
 
-    def _forwards(self, fast: bool, int8: bool) -> Iterator[Callable[..., Tensor]]:
-        """Ways to compute, the quickest first; the model's own comes last."""
-        for narrow in (True, False) if int8 else (False,):
-            if fast and amx.serves(self.model, narrow):
-                yield amx.AmxForward(self.model, int8=narrow)
-            if fast and llama.serves(self.model):
-                quickest = llama.LlamaForward(self.model, int8=narrow)
-                yield quickest
-                if quickest.kernels is not None:
-                    yield llama.LlamaForward(self.model, int8=narrow, kernels=False)
-        yield HfForward(self.model)
-
-    def _use(self, forward: Callable[..., Tensor]) -> None:
+    def _use(self, forward: Forward) -> None:
         """Compute with `forward` from now on, in a new pool."""
         self._forward = forward
         # Buffers that grow cost a recording its pointers: start large where forwards are recorded.
         slots, rows = _RECORDED_SIZES if self._record else _SIZES
-        self.pool = TreeCache(slots, rows, getattr(forward, "dtype", self.dtype), self.device)
+        self.pool = TreeCache(slots, rows, forward.dtype, self.device)
         if self._record:
             self._graphs = GraphForward(forward, self.pool, self.vocab_size, self.device)
 
@@ -145,7 +135,9 @@ class HfTreeModel:
     @property
     def max_depth(self) -> int | None:
         """Depth of the deepest node that the context limit leaves room for."""
-        return None if self.max_positions is None else self.max_positions - len(self.pool.prompt)
+        return (
+            None if self.max_positions is None else self.max_positions - self.pool.prompt_length(self._root)
+        )
 
     @property
     def slots_peak(self) -> int:
@@ -172,20 +164,16 @@ class HfTreeModel:
         """
         if self.device.type != "cpu" or not isinstance(draft, HfTreeModel):
             return None
-        return draft._bytes_read() / self._bytes_read() + _LAYER_NODES * getattr(
-            self._forward, "node_cost", _NODE_PRICE
-        )
+        return draft._bytes_read() / self._bytes_read() + _LAYER_NODES * self._forward.relative_node_cost
 
     def _bytes_read(self) -> float:
-        int8 = getattr(self._forward, "int8", False)
+        int8 = self._forward.int8
         return sum(one.numel() * (1 if int8 else one.element_size()) for one in self.model.parameters())
 
     # TreeModel.
 
     @torch.inference_mode()
-    def prefill(
-        self, ids: Sequence[int], root: Node, *, top_n: int = 0, reuse: bool = True, room: int = 0
-    ) -> None:
+    def prefill(self, ids: Sequence[int], root: Node, *, top_n: int = 0, reuse: bool = True) -> None:
         """Start a new tree behind the prompt `ids` (at least one), in one pass.
 
         Args:
@@ -193,7 +181,6 @@ class HfTreeModel:
             root: the node that stands for them; known afterwards.
             top_n: how many best entries of each row will be asked for; 0 keeps whole rows.
             reuse: take over the prefix that the last prompt or its answer shares with this one.
-            room: slots to have ready beyond the prompt, so that buffers need not grow later.
         """
         self.require_tree()
         if self._graphs is not None and self.device.type == "cuda":
@@ -204,16 +191,16 @@ class HfTreeModel:
             # Masked keys and values have weight 0, but 0 x NaN is NaN: leave nothing of a broken run.
             self.pool.cache.clear()
         kept = self.pool.shared_prefix(ids) if reuse and not self.rows.tainted else []
-        self.pool.start(ids, root, kept, room)
+        self._root = root
+        self.pool.start(ids, root, kept)
         self.rows.start(top_n)
         self.calls = 0
         logits = torch.zeros(0)
         for begin in range(len(kept), len(ids), _CHUNK):
-            plan = self.pool.prompt_plan(begin, min(begin + _CHUNK, len(ids)))
+            plan = self.pool.prompt_plan(root, begin, min(begin + _CHUNK, len(ids)))
             slots = torch.tensor(plan.slots, device=self.device)
             end = begin + len(plan)
-            unmasked = getattr(self._forward, "needs_no_mask", None)
-            if unmasked is not None and unmasked(begin) and self.pool.straight(end):
+            if self._forward.needs_no_mask(begin) and self.pool.straight(root, end):
                 mask = None
                 self.pool.masks.see(plan.mask_rows[0], slots)
             else:
@@ -404,7 +391,7 @@ class HfTreeModel:
         """Logits [K, V'] of the nodes that `head` names."""
         cache = self.pool.cache
         cache.slots, cache.used = slots, plan.used
-        if getattr(self._forward, "reads_length", False):
+        if self._forward.reads_length:
             cache.length = torch.tensor([plan.used], device=self.device)
         ids, positions = torch.tensor([plan.ids, plan.positions], device=self.device)
         seen: Any = None if mask is None else mask[:, : plan.used]
@@ -434,7 +421,7 @@ def _kept(recorded: dict[tuple[Any, ...], _Kept], key: tuple[Any, ...], make: Ca
 def _kinds_of_chain(device: torch.device) -> Iterator[type[DeviceChain]]:
     """The quickest first. (Triton's interpreter runs its kernels on a CPU, for tests.)"""
     interpreted = device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1"
-    compiled = interpreted or (device.type == "cuda" and llama.on_current_device(device))
+    compiled = interpreted or (device.type == "cuda" and backends.on_current_device(device))
     if compiled and os.environ.get("DSBD_NATIVE") != "0":
         try:
             from dsbd_cli.decoding.device.triton_chain import TritonChain

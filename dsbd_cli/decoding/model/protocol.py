@@ -4,7 +4,7 @@ weights) and, in tests, by a table with an exactly known law."""
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -24,6 +24,10 @@ class TreeModel(Protocol):
     @property
     def max_depth(self) -> int | None:
         """Depth of the deepest node that the context limit leaves room for behind the prompt, or None."""
+
+    def relative_cost(self, draft: Any) -> float | None:
+        """What one more drafted layer costs, in calls of this target; None where a forward costs about the same
+        whatever is in it."""
 
     def prefill(self, ids: Sequence[int], root: Node) -> None:
         """Start a new tree: compute the prompt; `root` stands for it and becomes known."""
