@@ -15,7 +15,7 @@ from dsbd_cli.decoding.device.chain_iteration import DeviceChain
 from dsbd_cli.decoding.device.law_torch import best_layer, draft_layer
 from dsbd_cli.decoding.device.proposer import DeviceProposer
 from dsbd_cli.decoding.law.distribution import LogitsProcessor, Row, SeededSampler, joint, most_probable
-from dsbd_cli.decoding.methods import decode, draft_processor, start, top_n_needed
+from dsbd_cli.decoding.methods.setup import decode, draft_processor, start, top_n_needed
 from dsbd_cli.decoding.model.hf_model import HfTreeModel
 from dsbd_cli.decoding.tree.sequences import Node, Trie
 from dsbd_cli.errors import RunError
