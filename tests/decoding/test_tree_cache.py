@@ -14,16 +14,17 @@ ROWS = 16
 PROMPT = [5, 6, 7]
 
 
-def begun() -> TreeCache:
-    """A prompt of three tokens in a cache of 16 mask rows, of which one is spare and one the prompt's."""
+def begun() -> tuple[TreeCache, Node]:
+    """A cache of 16 mask rows, of which one is spare and one that of a prompt of three tokens; the prompt."""
     cache = TreeCache(4096, ROWS, torch.float32, torch.device("cpu"))
-    prompt(cache)
-    return cache
+    root = Node(-1, None)
+    cache.start(PROMPT, root)
+    computed_prompt(cache, root)
+    return cache, root
 
 
-def prompt(cache: TreeCache) -> None:
-    cache.start(PROMPT, Node(-1, None), [])
-    plan = cache.prompt_plan(0, len(PROMPT))
+def computed_prompt(cache: TreeCache, root: Node) -> None:
+    plan = cache.prompt_plan(root, 0, len(PROMPT))
     cache.masks.causal(plan.base[0], torch.tensor(plan.slots))
 
 
@@ -77,15 +78,29 @@ def begun_again(cache: TreeCache, beams: list[Node]) -> list[Node]:
     """A new prompt while nodes are open and places reserved."""
     cache.plan(forest(beams))
     cache.reserve(3)
-    prompt(cache)
-    return [cache.root]
+    root = Node(-1, None)
+    cache.start(PROMPT, root)
+    computed_prompt(cache, root)
+    return [root]
 
 
-@pytest.mark.parametrize("round_", [planned, planned_again, withdrawn, adopted, released, begun_again])
+def beside_another(cache: TreeCache, beams: list[Node]) -> list[Node]:
+    """Another request joins, has nodes computed, and leaves."""
+    root = Node(-1, None)
+    cache.add(PROMPT, root)
+    computed_prompt(cache, root)
+    cache.plan(forest([root]))
+    cache.drop(root)
+    return beams
+
+
+@pytest.mark.parametrize(
+    "round_", [planned, planned_again, withdrawn, adopted, released, begun_again, beside_another]
+)
 def test_mask_rows_come_back(round_: Callable[[TreeCache, list[Node]], list[Node]]) -> None:
     """Sixteen rows are enough for any number of iterations: none makes the table grow."""
-    cache = begun()
-    beams = [cache.root]
+    cache, root = begun()
+    beams = [root]
     for _ in range(4 * ROWS):
         beams = round_(cache, beams)
         cache.retain(beams)
@@ -105,8 +120,8 @@ def computed(cache: TreeCache, nodes: list[Node], sees: dict[Node, set[int]]) ->
 
 
 def test_a_row_shows_its_own_path_and_nothing_else_whoever_had_it_before() -> None:
-    cache = begun()
-    beams, sees = [cache.root], {cache.root: {1, 2, 3}}
+    cache, root = begun()
+    beams, sees = [root], {root: {1, 2, 3}}
     for _ in range(4 * ROWS):
         nodes = forest(beams)
         computed(cache, nodes, sees)
