@@ -20,10 +20,8 @@ DOOR = "dsbd_cli.decoding"
 RANKS = {"law": 0, "tree": 1, "cache": 2, "forward": 3, "model": 4, "device": 5, "methods": 5}
 # Measuring code looks inside: which rooms, file by file. Everything else knows the door only.
 LOOKS_INSIDE = {
-    "benchmarks/curves.py": {"model"},
-    "benchmarks/gpu_check.py": {"forward", "model"},
-    "benchmarks/kit/phases.py": {"device", "methods"},
-    "dsbd_cli/distill/cost.py": {"model"},
+    "benchmarks/gpu_check.py": {"forward"},
+    "benchmarks/kit/phases.py": {"device"},
 }
 
 
