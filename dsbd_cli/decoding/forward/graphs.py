@@ -1,7 +1,7 @@
 """One forward as one replay: CUDA graphs over static buffers, unmodified modelling code inside.
 
-Launching a model's kernels one by one from Python costs several times what they compute (docs/design.md
-section 6: 45.7 ms against 9.7 for an 8B). A forward is therefore padded to the next bucket of node
+Launching a model's kernels one by one from Python costs several times what they compute (docs/speed.md:
+27.4 ms against 9.5 for an 8B on an H100). A forward is therefore padded to the next bucket of node
 counts and of slots, and captured once per bucket, from the copied inputs to the best entries of each
 row of logits. In go seven integers a node, out comes one small block.
 """

@@ -67,7 +67,7 @@ def accept_draws(p: np.ndarray, q: np.ndarray, drafted: list[int], width: int, s
     for draw in drafted:
         if len(draws) == width:
             break
-        # p'/q, not the printed q/p' (section 7). A dead beam's draw has p' = 0: rejected.
+        # p'/q, not the printed q/p' (docs/design.md section 7). A dead beam's draw has p' = 0: rejected.
         accepted = draw >= 0 and current[draw] > 0 and sampler.accept(current[draw], q[draw])
         verdicts.append(bool(accepted))
         if accepted:

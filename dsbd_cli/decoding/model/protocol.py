@@ -19,7 +19,7 @@ from dsbd_cli.decoding.tree.sequences import Forest, Node
 
 
 class TreeModel(Protocol):
-    """One model over one tree of nodes (design.md section 5).
+    """One model over one tree of nodes (docs/design.md section 5).
 
     Attributes:
         calls: forwards so far, prefill left out.
