@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import sys
+
 import numpy as np
 import pytest
 
@@ -11,6 +14,7 @@ from dsbd_cli.decoding.forward.capture import Captures
 from dsbd_cli.decoding.forward.outcomes import CannotCapture, OutOfMemory
 from dsbd_cli.decoding.law.distribution import SeededSampler
 from dsbd_cli.decoding.methods import decode
+from dsbd_cli.decoding.tree.events import Iteration
 from dsbd_cli.decoding.tree.sequences import Node
 from dsbd_cli.settings import Settings
 from tests.builders import rand
@@ -173,6 +177,49 @@ def test_a_draft_at_the_end_of_its_context_is_noticed(pair):
         assert run.proposer.exhausted
         texts.append(said(run))
     assert texts[0] == texts[1]
+
+
+def test_a_steady_iteration_crosses_few_modules(pair, monkeypatch):
+    """What the host does in a default iteration can be read in so many files (replays are the device's part)."""
+    crossed: set[str] = set()
+    room = os.sep + "decoding" + os.sep
+
+    def profile(frame, event, _):
+        name = frame.f_code.co_filename
+        if event == "call" and "dsbd_cli" + room in name:
+            crossed.add(name.split(room, 1)[1])
+
+    captured = Captures._captured
+
+    def unseen(self, steps):
+        outputs, replay = captured(self, steps)
+
+        def quietly():
+            sys.setprofile(None)
+            replay()
+            sys.setprofile(profile if counting else None)
+
+        return outputs, quietly
+
+    monkeypatch.setattr(Captures, "_captured", unseen)
+    counting, counts = False, []
+    run = begun(trees(pair, True), settings_of("cover"), 3, budget=60, eos=[])
+    try:
+        for event in decode(run, settings_of("cover")):
+            sys.setprofile(None)
+            counting = True
+            if isinstance(event, Iteration):
+                counts.append(sorted(crossed))
+                crossed.clear()
+            sys.setprofile(profile)
+    finally:
+        sys.setprofile(None)
+    steady = counts[2:-1]
+    assert len(steady) > 6
+    usual = min(steady, key=len)
+    assert len(usual) <= 8, usual
+    # Now and then uniforms are taken from the sampler, or a bucket of slots is new.
+    assert sum(len(one) > 8 for one in steady) <= len(steady) // 4, steady
 
 
 def test_steps_need_an_iteration_in_flight(pair):
