@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from dsbd_cli.decoding.device.engines import Choice as Choice
     from dsbd_cli.decoding.device.engines import Engines as Engines
+    from dsbd_cli.decoding.forward.attention import without_planning as without_planning
     from dsbd_cli.decoding.law.distribution import LogitsProcessor as LogitsProcessor
     from dsbd_cli.decoding.law.distribution import Sampler as Sampler
     from dsbd_cli.decoding.law.distribution import SeededSampler as SeededSampler
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
 
 _ROOMS = {
     "device.engines": ("Choice", "Engines"),
+    "forward.attention": ("without_planning",),
     "law.distribution": ("LogitsProcessor", "Sampler", "SeededSampler"),
     "methods.dsbd": ("Run",),
     "methods.setup": ("decode", "demand_of", "draft_processor", "start", "top_n_needed"),
