@@ -54,7 +54,7 @@ def many(
 def _from_stdin(chosen: Chosen, tell: Callable[[str], None], json: bool) -> list[Result]:
     from dsbd_cli.batch.run import run_lines
     from dsbd_cli.batch.shard import Shard
-    from dsbd_cli.cli.generate import stdin_lines
+    from dsbd_cli.cli.stdin import stdin_lines
 
     if Shard.from_env().world > 1:
         raise UserError("--lines is for one process: under torchrun use --input and --output")
