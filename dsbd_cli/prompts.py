@@ -132,7 +132,9 @@ def _quote(messages: list[dict[str, str]], tokenizer: Any) -> tuple[list[dict[st
 
 
 def _unquote(text: str, marks: Mapping[str, str]) -> str:
-    return text.translate(str.maketrans(dict(marks)))
+    for mark, word in marks.items():
+        text = text.replace(mark, word)
+    return text
 
 
 def _encode_quoted(text: str, marks: Mapping[str, str], tokenizer: Any) -> tuple[list[int], list[str]]:
