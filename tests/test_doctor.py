@@ -17,7 +17,7 @@ app.command()(doctor.doctor)
 
 
 def nvml(mode: str) -> types.ModuleType:
-    """A stand-in for pynvml: `absent`, `ok`, `noenergy` or `nothing`."""
+    """A stand-in for pynvml: `absent`, `ok`, `noenergy`, `nothing` or `sliced` (MIG)."""
     module = types.ModuleType("pynvml")
 
     class NVMLError(Exception):
@@ -37,7 +37,10 @@ def nvml(mode: str) -> types.ModuleType:
     module.nvmlDeviceGetHandleByIndex = lambda index: index
     module.nvmlDeviceGetName = lambda handle: b"Card [x]" if handle == 0 else "Other card"
     module.nvmlDeviceGetPowerUsage = refuse if mode == "nothing" else lambda handle: 50_000
-    module.nvmlDeviceGetTotalEnergyConsumption = refuse if mode != "ok" else lambda handle: 1
+    module.nvmlDeviceGetTotalEnergyConsumption = (
+        refuse if mode in ("noenergy", "nothing") else lambda handle: 1
+    )
+    module.nvmlDeviceGetMigMode = (lambda handle: [1, 1]) if mode == "sliced" else refuse
     return module
 
 
@@ -48,6 +51,7 @@ def nvml(mode: str) -> types.ModuleType:
         ("ok", "nvml 0: Card [x], energy counter"),
         ("noenergy", "nvml 1: Other card, no energy counter, power reading only"),
         ("nothing", "nvml 0: Card [x], neither energy counter nor power reading"),
+        ("sliced", "nvml 0: Card [x], cut into MIG slices: joules are n/a"),
     ],
 )
 def test_energy_counters(monkeypatch, mode, said):
@@ -92,3 +96,11 @@ def test_a_part_that_breaks_is_reported(monkeypatch):
     monkeypatch.setattr(doctor, "_devices", broken)
     assert doctor.examine()["devices"] == "cannot be examined (RuntimeError: driver fell over)"
     assert "fell over" in CliRunner().invoke(app, []).stdout
+
+
+def test_what_auto_means_on_a_cpu_is_what_loading_takes(monkeypatch):
+    monkeypatch.setattr("dsbd_cli.decoding.forward.amx.likely", lambda: False)
+    assert "dtype auto is float32\n" in CliRunner().invoke(app, []).stdout
+    monkeypatch.setattr("dsbd_cli.decoding.forward.amx.likely", lambda: True)
+    shown = CliRunner().invoke(app, []).stdout
+    assert "dtype auto is bfloat16 for weights stored in bfloat16 or fewer bits, else float32" in shown

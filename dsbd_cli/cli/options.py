@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from dsbd_cli.errors import UserError
-from dsbd_cli.settings import DRAFTING, FIELDS, KINDS, Settings
+from dsbd_cli.settings import DRAFTING, FIELDS, KINDS, NONE, Settings
 from dsbd_cli.ui import waiting
 
 if TYPE_CHECKING:
@@ -239,10 +239,10 @@ def parse_setting(name: str, value: Any) -> Any:
         return value
     kind = KINDS[name]
     try:
+        if value.lower() in NONE and "None" in kind and "str" not in kind:
+            return None
         if name == "tree":
             return tuple(int(part) for part in value.split(","))
-        if "None" in kind and kind.startswith(("float", "int")) and value.lower() in ("none", "null"):
-            return None
         if kind.startswith("float"):
             return float(value)
         if kind.startswith("int"):
