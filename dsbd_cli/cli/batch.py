@@ -61,7 +61,7 @@ def _from_stdin(chosen: Chosen, tell: Callable[[str], None], json: bool) -> list
     decoder = chosen.load()
     for line in decoder.pair.notes:
         tell(line)
-    return run_lines(decoder, decoder.settings, stdin_lines(), Out().write, tell, json=json)
+    return run_lines(decoder, decoder.settings, stdin_lines(), Out().write_json, tell, json=json)
 
 
 def _from_file(

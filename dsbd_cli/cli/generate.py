@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from dsbd_cli.cli.options import Chosen, decoding_options
-from dsbd_cli.cli.output import Out, note
+from dsbd_cli.cli.output import Out, StdoutError, note
 from dsbd_cli.cli.stdin import read_prompt
 from dsbd_cli.paths import refuse_unwritable
 from dsbd_cli.ui.look import is_terminal, panel_stream
@@ -101,10 +101,10 @@ def generate(
             stream = not (json or no_stream) and settings.num_return == 1
             result = plain(events, tell, stream=stream, keep=not json, show_tokens=show_tokens)
             write_answer(result, json=json, streamed=stream)
-    if stats:
-        print_stats(result)
-    if settings.seed is None and not json and not settings.deterministic:
-        tell(f"seed {result.seed}")
+        if stats:
+            print_stats(result)
+        if settings.seed is None and not json and not settings.deterministic:
+            tell(f"seed {result.seed}")
 
 
 def at_terminal() -> bool:
@@ -140,7 +140,7 @@ def plain(
                     out.write(event.new)
             elif isinstance(event, Finished):
                 return event.result
-    except OSError:
+    except (OSError, StdoutError):
         raise  # stdout itself is what failed
     except BaseException:
         if confirmed and (stream or keep):
@@ -155,10 +155,10 @@ def write_answer(result: Result, *, json: bool, streamed: bool) -> None:
 
     out = Out()
     if json:
-        out.write(result.to_json() + "\n")
+        out.write_json(result.to_json() + "\n")
     elif result.settings.num_return > 1:
         for beam in result.beams:
-            out.write(encoder.dumps(beam.text, ensure_ascii=False) + "\n")
+            out.write_json(encoder.dumps(beam.text, ensure_ascii=False) + "\n")
     else:
         out.write("\n" if streamed else result.text + "\n")
 

@@ -141,6 +141,17 @@ class Chosen:
                 base = base.replace(draft=None)
         return base.replace(**self.spec), settings.merged(self.settings)
 
+    def sources(self) -> dict[str, Any]:
+        """The models asked for, in a form that changes when their files do (`loading/stamp.py`).
+
+        Raises:
+            UserError: a source that is not there.
+        """
+        from dsbd_cli.loading.stamp import stamps
+
+        spec, settings = self.resolve()
+        return stamps(spec, need_draft=_wants_draft(spec, settings, False))
+
     def check(self, *, every_method: bool = False) -> None:
         """Refuse what can be known without torch, whose import takes seconds: settings, paths, files.
 
