@@ -11,8 +11,7 @@ from pathlib import Path
 
 from dsbd_cli.errors import RunError, UserError
 
-# A disk, a quota or the largest size of a file is exhausted.
-FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+FULL = (errno.ENOSPC, errno.EDQUOT)  # a disk or a quota is exhausted
 
 
 def refuse_special(path: Path, what: str, instead: str) -> None:
@@ -92,6 +91,8 @@ def write_error(what: Path | str, error: OSError, then: str = "") -> RunError:
     """
     if error.errno in FULL:
         return RunError(f"no space left for {what}: free some{f'; {then}' if then else ''}")
+    if error.errno == errno.EFBIG:
+        return RunError(f"{what} is as large as a file may be here (ulimit -f, or the file system)")
     return RunError(f"{what} cannot be written: {error.strerror or error}")
 
 

@@ -44,17 +44,21 @@ class Out:
         self._write(escaped_json(line) if self._screen else line)
 
     def _write(self, text: str) -> None:
-        stream = getattr(sys.stdout, "buffer", None)
         try:
-            if stream is None:
-                sys.stdout.write(text)
-            else:
-                stream.write(text.encode("utf-8"))
-            sys.stdout.flush()
+            self._raw(text)
         except BrokenPipeError:
             raise
         except OSError as error:
             raise StdoutError(str(write_error("stdout", error))) from error
+
+    @staticmethod
+    def _raw(text: str) -> None:
+        stream = getattr(sys.stdout, "buffer", None)
+        if stream is None:
+            sys.stdout.write(text)
+        else:
+            stream.write(text.encode("utf-8"))
+        sys.stdout.flush()
 
 
 def note(line: str) -> None:
