@@ -140,11 +140,11 @@ class Fault:
         real = Decoder.stream
 
         def stream(decoder: Decoder, *rest: Any, **how: Any) -> Any:
-            for event in real(decoder, *rest, **how):
+            for moment in real(decoder, *rest, **how):
                 self.at -= 1
                 if self.at < 0:
                     raise KeyboardInterrupt
-                yield event
+                yield moment
 
         patch.setattr(Decoder, "stream", stream)
 
