@@ -147,9 +147,11 @@ class Chosen:
         Raises:
             UserError: a source that is not there.
         """
+        from dsbd_cli.loading.source import parse_source
         from dsbd_cli.loading.stamp import stamps
 
         spec, settings = self.resolve()
+        parse_source(spec.target, "target")  # a mistyped path is a worse fault than a missing draft
         return stamps(spec, need_draft=_wants_draft(spec, settings, False))
 
     def check(self, *, every_method: bool = False) -> None:

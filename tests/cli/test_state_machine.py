@@ -20,7 +20,7 @@ import signal
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -123,12 +123,12 @@ class Fault:
     def _kill_replacing(self, patch: Any, folder: Path) -> None:
         real = os.replace
 
-        def replace(one: Any, two: Any) -> None:
+        def replacing(one: Any, two: Any) -> None:
             if self.bytes % 2:
                 real(one, two)
             os.kill(os.getpid(), signal.SIGKILL)
 
-        patch.setattr("os.replace", replace)
+        patch.setattr("os.replace", replacing)
 
     def _full(self, patch: Any, folder: Path) -> None:
         self._records(patch, _no_space)
@@ -267,7 +267,7 @@ class Folder(RuleBasedStateMachine):
     # Running.
 
     def call(self, arguments: list[str], fault: Fault | None = None, stdin: bytes = b"") -> Ended:
-        fault = fault or Fault()
+        fault = replace(fault or Fault())  # it counts down
         if fault.kind.startswith("kill"):
             return self._killed(arguments, fault, stdin)
         return self._here(arguments, fault, stdin)
@@ -293,15 +293,25 @@ class Folder(RuleBasedStateMachine):
 
     def _killed(self, arguments: list[str], fault: Fault, stdin: bytes) -> Ended:
         """In a fork, since nothing of a killed process may tidy up. (It may end by itself before the fault.)"""
+        reading, writing = os.pipe()
         pid = os.fork()
         if pid == 0:
-            code = 99
             with contextlib.suppress(BaseException):
-                code = self._here(arguments, fault, stdin).code or 0
-            os._exit(code)
-        code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-        assert code != 99
-        return Ended(None if code == -signal.SIGKILL else code, b"", "")
+                ended = self._here(arguments, fault, stdin)
+                os.close(reading)
+                with open(writing, "w", encoding="utf-8") as report:
+                    json.dump([ended.code, ended.out.decode("utf-8"), ended.err], report)
+                os._exit(0)
+            os._exit(99)
+        os.close(writing)
+        with open(reading, encoding="utf-8") as report:
+            said = report.read()
+        status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        assert status in (0, -signal.SIGKILL)
+        if status:
+            return Ended(None, b"", "")
+        code, out, err = json.loads(said)
+        return Ended(code, out.encode("utf-8"), err)
 
     def sane(self, ended: Ended) -> None:
         """Known codes, our lines, and for a failure exactly one that is not a note."""
