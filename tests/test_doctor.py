@@ -7,6 +7,7 @@ import sys
 import types
 
 import pytest
+import torch
 import typer
 from typer.testing import CliRunner
 
@@ -98,9 +99,19 @@ def test_a_part_that_breaks_is_reported(monkeypatch):
     assert "fell over" in CliRunner().invoke(app, []).stdout
 
 
-def test_what_auto_means_on_a_cpu_is_what_loading_takes(monkeypatch):
-    monkeypatch.setattr("dsbd_cli.decoding.forward.amx.likely", lambda: False)
-    assert "dtype auto is float32\n" in CliRunner().invoke(app, []).stdout
-    monkeypatch.setattr("dsbd_cli.decoding.forward.amx.likely", lambda: True)
-    shown = CliRunner().invoke(app, []).stdout
-    assert "dtype auto is bfloat16 for weights stored in bfloat16 or fewer bits, else float32" in shown
+@pytest.mark.parametrize(
+    ("coarse", "said"),
+    [
+        (torch.float32, "dtype auto is float32\n"),
+        (
+            torch.bfloat16,
+            "dtype auto is bfloat16 for weights stored in bfloat16 or fewer bits, else float32\n",
+        ),
+    ],
+)
+def test_what_auto_means_on_a_cpu_is_what_loading_takes(monkeypatch, coarse, said):
+    def pick(name, device, few=False):
+        return coarse if few and device.type == "cpu" else torch.float32
+
+    monkeypatch.setattr("dsbd_cli.loading.hardware.pick_dtype", pick)
+    assert said in CliRunner().invoke(app, []).stdout
