@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dsbd_cli.energy_probes import Probe, Unknown, probes_of
+from dsbd_cli.energy_probes import words as _words
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,7 @@ class EnergyMeter:
         self._cuda = list(cuda)
         self._at = 0.0
         self._idle: float | None = None
+        self._broken: dict[str, Exception] = {}
 
     @classmethod
     def for_devices(cls, devices: Sequence[Any]) -> EnergyMeter:
@@ -52,7 +54,13 @@ class EnergyMeter:
         keys = dict.fromkeys(_key(device) for device in devices)
         probes: dict[str, Probe] = {}
         for kind, index in keys:
-            for probe in probes_of(kind, index):
+            try:
+                found = probes_of(kind, index)
+            except Exception as error:  # a driver's or a file system's; energy never costs an answer
+                found = [
+                    Unknown(f"{kind}:{index}", f"{kind}:{index}: energy cannot be read ({_words(error)})")
+                ]
+            for probe in found:
                 probes.setdefault(probe.name, probe)
         return cls(list(probes.values()), [index for kind, index in keys if kind == "cuda"])
 
@@ -60,8 +68,12 @@ class EnergyMeter:
         """Open the window: all work queued on the devices before it is waited for."""
         self._sync()
         self._at = time.perf_counter()
+        self._broken = {}
         for probe in self.probes:
-            probe.start()
+            try:
+                probe.start()
+            except Exception as error:
+                self._broken[probe.name] = error
 
     def stop(self) -> EnergyReading:
         """Close the window: all work queued on the devices is waited for."""
@@ -70,7 +82,7 @@ class EnergyMeter:
         parts: dict[str, float | None] = {}
         reasons = []
         for probe in self.probes:
-            parts[probe.name], reason = probe.stop()
+            parts[probe.name], reason = self._stopped(probe)
             if reason:
                 reasons.append(reason)
         if not self.probes:
@@ -78,6 +90,15 @@ class EnergyMeter:
         known = [joules for joules in parts.values() if joules is not None]
         total = None if reasons else sum(known)
         return EnergyReading(total, self.source, "; ".join(reasons) or None, parts, seconds)
+
+    def _stopped(self, probe: Probe) -> tuple[float | None, str | None]:
+        error: Exception | None = self._broken.get(probe.name)
+        if error is None:
+            try:
+                return probe.stop()
+            except Exception as found:
+                error = found
+        return None, f"{probe.name}: energy could not be read ({_words(error)})"
 
     @property
     def source(self) -> str | None:
@@ -101,7 +122,7 @@ class EnergyMeter:
     def idle_watts(self) -> float | None:
         """Power drawn by the devices now (first call; kept): ask before any work runs."""
         if self._idle is None:
-            powers = [probe.watts() for probe in self.probes]
+            powers = [_watts(probe) for probe in self.probes]
             known = [watts for watts in powers if watts is not None]
             self._idle = sum(known) if known and len(known) == len(powers) else None
         return self._idle
@@ -113,6 +134,13 @@ class EnergyMeter:
             if torch.cuda.is_available():
                 for index in self._cuda:
                     torch.cuda.synchronize(index)
+
+
+def _watts(probe: Probe) -> float | None:
+    try:
+        return probe.watts()
+    except Exception:
+        return None
 
 
 def _key(device: Any) -> tuple[str, int]:

@@ -72,7 +72,7 @@ class NvmlCounter:
         try:
             end = self.read()
         except self.nvml.NVMLError as error:
-            return None, f"{self.name}: the energy counter could not be read ({_words(error)})"
+            return None, f"{self.name}: the energy counter could not be read ({words(error)})"
         if self._begin is None:
             return None, f"{self.name}: the energy counter could not be read at the start of the window"
         if end < self._begin:
@@ -149,8 +149,11 @@ class Rapl:
         if self._begin is None or end is None:
             return None, f"{self.name}: the RAPL counter could not be read"
         spent = end - self._begin
-        if spent < 0:
-            spent += int((self.folder / "max_energy_range_uj").read_text())
+        if spent < 0:  # wrapped round
+            try:
+                spent += int((self.folder / "max_energy_range_uj").read_text())
+            except (OSError, ValueError):
+                return None, f"{self.name}: the RAPL counter wrapped round, and its range could not be read"
         return (spent / 1e6, None) if spent > 0 else (0.0, f"{self.name}: the RAPL counter did not move")
 
     def watts(self) -> float | None:
@@ -178,11 +181,13 @@ def _card(index: int) -> Probe:
     if handle is None:
         return Unknown(label, f"{label}: {name_or_reason}")
     name = name_or_reason
+    if is_sliced(nvml, handle):
+        return Unknown(label, f"{label}: a MIG slice of {name}; only the whole card's energy is counted")
     try:
         nvml.nvmlDeviceGetTotalEnergyConsumption(handle)
         return NvmlCounter(nvml, handle, name)
     except nvml.NVMLError as error:
-        counter = _words(error)
+        counter = words(error)
     if _power(nvml, handle) is not None:
         return NvmlPower(nvml, handle, name)
     return Unknown(name, f"{name}: neither energy counter nor power reading ({counter})")
@@ -198,7 +203,7 @@ def _nvml() -> tuple[Any, str | None]:
     try:
         pynvml.nvmlInit()
     except Exception as error:  # NVMLError kinds differ between versions of the bindings
-        return None, f"NVML cannot be used ({_words(error)})"
+        return None, f"NVML cannot be used ({words(error)})"
     return pynvml, None
 
 
@@ -219,6 +224,18 @@ def _handle(nvml: Any, index: int) -> tuple[Any, str]:
     except nvml.NVMLError:
         return handle, f"cuda:{index} ({uuid or bus})"
     return handle, f"{name} ({found})"
+
+
+def is_sliced(nvml: Any, handle: Any) -> bool:
+    """Whether a handle is of a MIG slice, or of a card that is cut into such."""
+    for name in ("nvmlDeviceIsMigDeviceHandle", "nvmlDeviceGetMigMode"):
+        try:
+            said = getattr(nvml, name)(handle)
+        except (nvml.NVMLError, AttributeError):  # a card or bindings without MIG
+            continue
+        if said[0] if isinstance(said, (list, tuple)) else said:
+            return True
+    return False
 
 
 def card_identity(index: int) -> tuple[str | None, str | None]:
@@ -260,5 +277,5 @@ def _text(value: Any) -> str:
     return value.decode(errors="replace") if isinstance(value, bytes) else str(value)
 
 
-def _words(error: Exception) -> str:
+def words(error: Exception) -> str:
     return " ".join(str(error).split()) or type(error).__name__

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from dsbd_cli.errors import UserError
+from dsbd_cli.errors import RunError, UserError
+
+FULL = (errno.ENOSPC, errno.EDQUOT)  # a disk or a quota is exhausted
 
 
 def refuse_special(path: Path, what: str, instead: str) -> None:
@@ -47,7 +50,8 @@ def refuse_unwritable(path: Path, option: str) -> None:
     except (OSError, ValueError) as error:
         raise UserError(f"{option} {path}: {getattr(error, 'strerror', None) or error}") from None
     if not os.access(place, os.W_OK):
-        raise UserError(f"{option} {path} cannot be written: no permission for {place}")
+        why = "its file system is read-only" if _read_only(place) else f"no permission for {place}"
+        raise UserError(f"{option} {path} cannot be written: {why}")
 
 
 @contextmanager
@@ -59,3 +63,43 @@ def replacing(path: Path) -> Iterator[Path]:
         os.replace(draft, path)
     finally:
         draft.unlink(missing_ok=True)
+
+
+def write_whole(path: Path, data: str | bytes | Iterable[bytes]) -> None:
+    """Write a file so that it is there whole or not at all.
+
+    Raises:
+        RunError: the disk is full, or refuses.
+    """
+    if isinstance(data, (str, bytes)):
+        data = [data.encode("utf-8") if isinstance(data, str) else data]
+    try:
+        with replacing(path) as draft, draft.open("wb") as file:
+            file.writelines(data)
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        raise write_error(path, error, "then give the same command again") from error
+
+
+def write_error(what: Path | str, error: OSError, then: str = "") -> RunError:
+    """The one line for a write that failed: where, why, and what to do.
+
+    Args:
+        what: the file, or a name for it.
+        then: what can be done once there is space.
+    """
+    if error.errno in FULL:
+        return RunError(f"no space left for {what}: free some{f'; {then}' if then else ''}")
+    if error.errno == errno.EFBIG:
+        return RunError(f"{what} is as large as a file may be here (ulimit -f, or the file system)")
+    return RunError(f"{what} cannot be written: {error.strerror or error}")
+
+
+def _read_only(path: Path) -> bool:
+    if not hasattr(os, "statvfs"):
+        return False
+    try:
+        return bool(os.statvfs(path).f_flag & os.ST_RDONLY)
+    except OSError:
+        return False

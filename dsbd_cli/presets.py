@@ -68,10 +68,7 @@ def load_preset(name_or_path: str | Path) -> Preset:
         UserError: no such preset, or a file that does not say exactly what it means.
     """
     path = _find(str(name_or_path))
-    values, lines = read_mapping(path)
-    for key in values:
-        if key not in _KEYS:
-            refuse(path, lines[key], f"unknown key {key!r}{near(key, _KEYS)}")
+    values, lines = read_mapping(path, _KEYS, nested=_OTHER_KEYS)
     given = {key: values[key] for key in FIELDS if key in values}
     try:
         settings = Settings().merged(given)

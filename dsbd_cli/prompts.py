@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -17,11 +18,13 @@ def encode(
     """Token ids of a prompt, and notes for the user.
 
     Text goes through the chat template where the model has one (unless `raw`); the template is then
-    the only source of special tokens, so that BOS appears exactly once. An empty text starts from BOS.
+    the only source of special tokens, so that BOS appears exactly once, and special words inside a
+    turn are text. Without a template, and in `raw`, they are tokens. Messages that end with the
+    assistant's turn are gone on with. An empty text starts from BOS.
 
     Raises:
         UserError: no BOS for an empty prompt, a template that refuses, ids out of the vocabulary,
-            a system turn for a model without a template.
+            a system turn for a model without a template, or beside one that the messages hold.
     """
     if isinstance(prompt, str):
         _check_text(prompt)
@@ -33,7 +36,7 @@ def encode(
             if settings.system:
                 raise UserError("the target has no chat template, so a system turn has no place: "
                                 "put that text into the prompt")  # fmt: skip
-            return _once_bos(list(tokenizer(prompt)["input_ids"]), tokenizer), []
+            return _once_bos(list(tokenizer(prompt, verbose=False)["input_ids"]), tokenizer), []
         return _chat([{"role": "user", "content": prompt}], tokenizer, settings)
     items: list[Any] = list(prompt)
     if items and all(isinstance(item, Mapping) for item in items):
@@ -72,22 +75,99 @@ def _once_bos(ids: list[int], tokenizer: Any) -> list[int]:
 
 
 def _chat(messages: list[dict[str, str]], tokenizer: Any, settings: Settings) -> tuple[list[int], list[str]]:
-    system, notes = settings.system, []
-    if system:
-        try:
-            return _template([{"role": "system", "content": system}, *messages], tokenizer), []
-        except UserError:
-            # Some templates know no system role; the words still belong before the user's own.
-            first = messages[0] | {"content": f"{system}\n\n{messages[0]['content']}"}
-            messages = [first, *messages[1:]]
-            notes = ["the chat template takes no system turn: its text leads the first user turn"]
-    return _template(messages, tokenizer), notes
-
-
-def _template(messages: list[dict[str, str]], tokenizer: Any) -> list[int]:
+    system = settings.system
+    if not system:
+        return _template(messages, tokenizer)
+    if any(turn.get("role") == "system" for turn in messages):
+        raise UserError("the messages hold a system turn of their own: leave out --system (or a preset's, with "
+                        '--system ""), or that turn')  # fmt: skip
     try:
-        text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+        return _template([{"role": "system", "content": system}, *messages], tokenizer)
+    except UserError:
+        # Some templates know no system role; the words still belong before the user's own.
+        first = messages[0] | {"content": f"{system}\n\n{messages[0]['content']}"}
+        ids, notes = _template([first, *messages[1:]], tokenizer)
+        return ids, ["the chat template takes no system turn: its text leads the first user turn", *notes]
+
+
+def _template(messages: list[dict[str, str]], tokenizer: Any) -> tuple[list[int], list[str]]:
+    """Token ids of a conversation, up to where the assistant is to go on, and notes."""
+    last = messages[-1]
+    goes_on = last.get("role") == "assistant" and bool(last.get("content"))
+    if last.get("role") == "assistant" and not goes_on and len(messages) > 1:
+        messages = messages[:-1]  # nothing to go on from: the template opens that turn itself
+    quoted, marks = _quote(messages, tokenizer)
+    try:
+        text = tokenizer.apply_chat_template(
+            quoted, add_generation_prompt=not goes_on, continue_final_message=goes_on, tokenize=False
+        )
     except Exception as error:  # jinja raises many kinds; all of them are the template's own words
-        raise UserError(f"the chat template refuses this prompt: {error} (--raw leaves it out)") from None
-    ids = list(tokenizer(text, add_special_tokens=False)["input_ids"])
-    return _once_bos(ids, tokenizer)
+        said = _unquote(str(error), marks)
+        raise UserError(f"the chat template refuses this prompt: {said} (--raw leaves it out)") from None
+    ids, notes = _encode_quoted(text, marks, tokenizer)
+    return _once_bos(ids, tokenizer), notes
+
+
+# Special words in a turn. They are text there: `</s>` that somebody types must not end their turn. The template
+# is given a private-use character in place of each, so that in its output they differ from its own.
+
+
+def _quote(messages: list[dict[str, str]], tokenizer: Any) -> tuple[list[dict[str, str]], dict[str, str]]:
+    """The messages with a mark for each special word in them, and the words by mark."""
+    contents = [turn["content"] for turn in messages if isinstance(turn.get("content"), str)]
+    whole = "\0".join(contents)
+    words = [word for word in _special_words(tokenizer) if word in whole]
+    if not words:
+        return messages, {}
+    free = (chr(code) for code in range(0xE000, 0xF900) if chr(code) not in whole)
+    marks = dict(zip(free, sorted(words, key=len, reverse=True), strict=False))
+    # In one pass, the longest word first: one special word may begin another.
+    pattern = re.compile("|".join(map(re.escape, marks.values())))
+    mark_of = {word: mark for mark, word in marks.items()}
+
+    def quoted(text: Any) -> Any:
+        return pattern.sub(lambda found: mark_of[found[0]], text) if isinstance(text, str) else text
+
+    return [turn | {"content": quoted(turn.get("content"))} for turn in messages], marks
+
+
+def _unquote(text: str, marks: Mapping[str, str]) -> str:
+    for mark, word in marks.items():
+        text = text.replace(mark, word)
+    return text
+
+
+def _encode_quoted(text: str, marks: Mapping[str, str], tokenizer: Any) -> tuple[list[int], list[str]]:
+    """Ids of a template's output: marked words as text, the template's own special words as tokens."""
+    if not any(mark in text for mark in marks):
+        return _ids(tokenizer, text), []
+    if not tokenizer.is_fast:  # tells no offsets
+        words = ", ".join(marks.values())
+        return _ids(tokenizer, _unquote(text, marks)), [f"this tokenizer takes {words} in a turn as a token"]
+    special = {token for token, facts in tokenizer.added_tokens_decoder.items() if facts.special}
+    found = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+    tokens = list(zip(found["input_ids"], found["offset_mapping"], strict=True))
+    ids: list[int] = []
+    begin = 0
+    run: list[int] = []
+    # Special tokens cut a text into runs that are encoded each for itself; a run with a mark is encoded anew.
+    for token, (left, right) in [*tokens, (-1, (len(text), len(text)))]:
+        if token >= 0 and token not in special:
+            run.append(token)
+            continue
+        piece = text[begin:left]
+        if any(mark in piece for mark in marks):
+            run = _ids(tokenizer, _unquote(piece, marks), split_special_tokens=True)
+        ids += [*run, token] if token >= 0 else run
+        run, begin = [], right
+    return ids, []
+
+
+def _special_words(tokenizer: Any) -> list[str]:
+    added = [str(facts) for facts in tokenizer.added_tokens_decoder.values() if facts.special]
+    return list(dict.fromkeys([*added, *map(str, tokenizer.all_special_tokens)]))
+
+
+def _ids(tokenizer: Any, text: str, **how: Any) -> list[int]:
+    """Not `verbose`: that a prompt is too long is said by us, in one line, where it matters."""
+    return list(tokenizer(text, add_special_tokens=False, verbose=False, **how)["input_ids"])

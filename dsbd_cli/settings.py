@@ -19,9 +19,14 @@ FORESTS = ("adaptive", "full")
 DRAFTING = ("dsbd", "speculative", "specinfer")
 ONE_BEAM_METHODS = ("multinomial", "speculative", "specinfer")
 DEFAULT_TREE = (2, 2, 1)
+NONE = ("none", "null")  # how a number that may be absent is said to be so, in text
 MOST = 4096  # of anything that takes memory for each of them
 # Temperature has no meaning in the deterministic mode, nor has anything that acts through it.
 SAMPLING_ONLY = ("temperature", "top_k", "top_p", "threshold", "kv")
+
+
+class _Default(int):
+    """A default that yields to what is given beside it; the same number, given, would be an error."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +40,7 @@ class Settings:
         gamma: drafted layers per target call, >= 0.
         verify: `paper`, `continue` or `cover` (docs/design.md section 3).
         threshold: t of the dynamic width in (0, 1], or None for a fixed width (docs/design.md section 4).
-        min_width: W_min, 1 <= W_min <= width.
+        min_width: W_min, 1 <= W_min <= width; 2 where nothing is given, and 1 beside width 1.
         forest: `adaptive`: on a CPU as many layers and nodes as recently paid, gamma and W_S at most; `full`:
             always gamma layers of W_S (a GPU drafts them anyway).
         tree: per-depth expansion of SpecInfer, or None for (2, 2, 1).
@@ -60,7 +65,7 @@ class Settings:
     gamma: int = 4
     verify: str = "cover"
     threshold: float | None = None
-    min_width: int = 2
+    min_width: int = _Default(2)
     forest: str = "adaptive"
     tree: tuple[int, ...] | None = None
     kv: str = "all"
@@ -78,6 +83,9 @@ class Settings:
     num_return: int = 1
 
     def __post_init__(self) -> None:
+        if isinstance(self.min_width, _Default):
+            wide = type(self.width) is int and self.width >= 2
+            object.__setattr__(self, "min_width", 2 if wide else 1)
         for field in dataclasses.fields(self):
             object.__setattr__(self, field.name, _typed(field.name, getattr(self, field.name)))
         _one_of("method", self.method, METHODS)
@@ -99,11 +107,11 @@ class Settings:
         if not 0 <= self.top_p <= 1:
             raise UserError(f"top-p must lie in 0..1 (1 = off), not {self.top_p}")
         if self.threshold is not None and not 0 < self.threshold <= 1:
-            raise UserError(f"threshold must lie in (0, 1], or be `none`, not {self.threshold}")
+            raise UserError(f"threshold must lie in (0, 1], or be `none`, not {self.threshold:g}")
         if not -10 <= self.length_penalty <= 10:  # beyond, length ** alpha leaves the range of numbers
             raise UserError(f"length-penalty must lie in -10..10, not {self.length_penalty}")
         if self.tree is not None and (not self.tree or min(self.tree) < 1):
-            raise UserError("tree must be a list of positive numbers such as 2,2,1")
+            raise UserError(f"tree must be positive numbers such as 2,2,1, not {list(self.tree)}")
         if self.tree is not None and math.prod(self.tree) > MOST:
             raise UserError(f"tree must have at most {MOST} leaves, not {math.prod(self.tree)}")
         for name, texts in (("stop", self.stop), ("system", (self.system or "",))):
@@ -135,6 +143,7 @@ class Settings:
         for name in given:
             if name not in FIELDS:
                 raise UserError(f"unknown setting {name!r}{near(name, FIELDS)}")
+        given = {name: None if _absent(name, value) else value for name, value in given.items()}
         base = {name: getattr(self, name) for name in FIELDS}
         if "gamma" in given and given.get("tree") is not None:
             raise UserError("gamma and tree exclude each other: the depth of the token tree is the tree's")
@@ -179,15 +188,22 @@ def _one_of(name: str, value: str, known: tuple[str, ...]) -> None:
         raise UserError(f"{name} must be one of {', '.join(known)}, not {value!r}{near(value, known)}")
 
 
+def _absent(name: str, value: Any) -> bool:
+    """Whether a value says that there is none, for a setting that may be absent; of a text only None does."""
+    kind = KINDS[name]
+    word = isinstance(value, str) and value.lower() in NONE and "str" not in kind
+    return "None" in kind and (value is None or word)
+
+
 def _typed(name: str, value: Any) -> Any:
     """The value in its field's type, or a UserError; an int is a float, a bool never an int."""
     kind = KINDS[name]
-    if value is None and "None" in kind:
+    if _absent(name, value):
         return None
     if kind.startswith("tuple"):
         item = str if "str" in kind else int
         if not isinstance(value, (list, tuple)) or not all(type(entry) is item for entry in value):
-            raise UserError(f"{_option(name)} must be a list of {item.__name__}, not {value!r}")
+            raise UserError(f"{_option(name)} must be a list of {_LISTS[item]}, not {value!r}")
         return tuple(value)
     want = {"int": int, "float": float, "str": str, "bool": bool}[kind.split(" ")[0]]
     if want is float and type(value) is int:
@@ -197,6 +213,7 @@ def _typed(name: str, value: Any) -> Any:
     return value
 
 
+_LISTS = {int: "whole numbers such as [2, 2, 1]", str: "texts such as ['.', 'END']"}
 _A = {int: "a whole number", float: "a number", str: "a text", bool: "true or false"}
 FIELDS = tuple(field.name for field in dataclasses.fields(Settings))
 KINDS = {field.name: str(field.type) for field in dataclasses.fields(Settings)}

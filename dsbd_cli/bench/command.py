@@ -20,6 +20,7 @@ from dsbd_cli.bench.scoring.mt_bench import Judge
 from dsbd_cli.bench.store import Store
 from dsbd_cli.bench.world import World
 from dsbd_cli.errors import Stopped, UserError
+from dsbd_cli.loading.stamp import stamps
 from dsbd_cli.version import __version__
 
 
@@ -127,7 +128,7 @@ def run_bench(plan: Plan, *, open_backend: Callable[[Plan, World], Backend] = op
             results = store.mend() if first else []
             jobs = plan.jobs()
             done = {key_of(record) for record in results}
-            if first and world.world == 1 and _finished(store, facts, jobs, done):
+            if first and world.world == 1 and _finished(store, facts, _sources(plan), jobs, done):
                 tell(f"all {len(jobs)} answers are there already: {plan.out}")
             else:
                 world.start()
@@ -140,10 +141,26 @@ def run_bench(plan: Plan, *, open_backend: Callable[[Plan, World], Backend] = op
     return plan.out
 
 
-def _finished(store: Store, facts: dict[str, Any], jobs: Sequence[Job], done: set[Any]) -> bool:
-    """Whether nothing is left to do, in a run of these facts; told without loading a model."""
+def _sources(plan: Plan) -> dict[str, Any]:
+    """What changes when the models' files do."""
+    spec, _ = plan.chosen.resolve()
+    return stamps(spec, need_draft=spec.draft is not None)
+
+
+def _finished(
+    store: Store, facts: dict[str, Any], sources: dict[str, Any], jobs: Sequence[Job], done: set[Any]
+) -> bool:
+    """Whether nothing is left to do, in a run of these facts; told without loading a model.
+
+    Files that are not those of the run may still hold its weights: that is told by loading them.
+    """
     there = store.read_run()
-    if there is None or not jobs or not all(job.key in done for job in jobs):
+    if (
+        there is None
+        or there.get("sources") != _plain(sources)
+        or not jobs
+        or not all(job.key in done for job in jobs)
+    ):
         return False
     known = {name: there["fingerprint"].get(name) for name in facts}
     for arm in {job.arm.name: job.arm for job in jobs}.values():
@@ -174,6 +191,7 @@ def _measure(
         number = store.claim(
             {
                 "fingerprint": _plain(facts),
+                "sources": _plain(_sources(plan)),
                 "session": {**session, "idle_watts": idle, "processes": world.world},
                 "arms": {
                     arm.name: _plain(

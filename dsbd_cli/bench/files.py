@@ -9,8 +9,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from dsbd_cli.errors import RunError, UserError
-from dsbd_cli.paths import replacing
+from dsbd_cli.errors import UserError
+from dsbd_cli.paths import write_error
+from dsbd_cli.paths import write_whole as write_whole
 
 RUN, RESULTS, RATINGS, SUMMARY = "run.json", "results.jsonl", "ratings.jsonl", "summary.json"
 Record = dict[str, Any]
@@ -69,21 +70,6 @@ def differences(there: Mapping[str, Any], here: Mapping[str, Any], prefix: str =
     return ", ".join(found)
 
 
-def write_whole(path: Path, text: str | bytes) -> None:
-    """Write a file so that it is there whole or not at all.
-
-    Raises:
-        RunError: the disk is full.
-    """
-    try:
-        with replacing(path) as draft, draft.open("wb") as stream:
-            stream.write(text.encode("utf-8") if isinstance(text, str) else text)
-            stream.flush()
-            os.fsync(stream.fileno())
-    except OSError as error:
-        raise write_error(path, error) from None
-
-
 def mend_ratings(folder: Path) -> None:
     """Drop a torn line of the ratings, so that the next one is not glued on to it."""
     lines = list(lines_of(folder / RATINGS))
@@ -129,7 +115,7 @@ def open_append(path: Path) -> int:
     try:
         return os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
     except OSError as error:
-        raise write_error(path, error) from None
+        raise write_error(path, error, "the same command then goes on") from None
 
 
 def line_of(record: Mapping[str, Any]) -> str:
@@ -151,10 +137,4 @@ def append_line(handle: int, record: Mapping[str, Any], path: Path) -> None:
     except OSError as error:
         if error.errno == errno.EINVAL:  # a pipe or device that knows no fsync
             return
-        raise write_error(path, error) from None
-
-
-def write_error(path: Path, error: OSError) -> RunError:
-    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-        return RunError(f"no space left for {path}: free some; the same command then goes on")
-    return RunError(f"{path} cannot be written: {error.strerror}")
+        raise write_error(path, error, "the same command then goes on") from None

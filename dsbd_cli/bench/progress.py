@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import sys
 import time
 from collections.abc import Mapping
@@ -11,7 +10,7 @@ from typing import Any
 
 from dsbd_cli.tally import ratio
 from dsbd_cli.ui import waiting
-from dsbd_cli.ui.look import folded, unicode_terminal
+from dsbd_cli.ui.look import folded, moves_cursor, unicode_terminal
 
 EVERY_S = 30.0
 _ROWS = 14
@@ -112,8 +111,7 @@ class BenchProgress:
         screen = Screen()
         waiting.ready()
         # A terminal that cannot move its cursor gets the lines of a pipe.
-        dumb = os.environ.get("TERM", "").lower() in ("", "dumb", "unknown")
-        if self._visible and screen.isatty() and not dumb:
+        if self._visible and screen.isatty() and moves_cursor():
             from rich.console import Console
             from rich.live import Live
 

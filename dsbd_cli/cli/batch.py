@@ -54,14 +54,14 @@ def many(
 def _from_stdin(chosen: Chosen, tell: Callable[[str], None], json: bool) -> list[Result]:
     from dsbd_cli.batch.run import run_lines
     from dsbd_cli.batch.shard import Shard
-    from dsbd_cli.cli.generate import stdin_lines
+    from dsbd_cli.cli.stdin import stdin_lines
 
     if Shard.from_env().world > 1:
         raise UserError("--lines is for one process: under torchrun use --input and --output")
     decoder = chosen.load()
     for line in decoder.pair.notes:
         tell(line)
-    return run_lines(decoder, decoder.settings, stdin_lines(), Out().write, tell, json=json)
+    return run_lines(decoder, decoder.settings, stdin_lines(), Out().write_json, tell, json=json)
 
 
 def _from_file(

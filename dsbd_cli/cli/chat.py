@@ -10,9 +10,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from dsbd_cli.cli.generate import plain, stdin_lines
+from dsbd_cli.cli.generate import plain
 from dsbd_cli.cli.options import Chosen, decoding_options, parse_setting
 from dsbd_cli.cli.output import Out, note
+from dsbd_cli.cli.signals import terminated
+from dsbd_cli.cli.stdin import stdin_lines
 from dsbd_cli.errors import UserError
 from dsbd_cli.settings import DRAFTING, FIELDS, METHODS, near
 from dsbd_cli.tally import ratio
@@ -64,7 +66,7 @@ def chat(
                 raise
             note(str(error))
         except KeyboardInterrupt:
-            if not interactive:
+            if not interactive or terminated():
                 raise
             note("stopped")
 
@@ -79,6 +81,8 @@ def _typed() -> Iterator[str]:
             yield input("> ")
         except KeyboardInterrupt:
             print(file=sys.stderr)
+            if terminated():
+                raise
         except EOFError:
             print(file=sys.stderr)
             return

@@ -12,6 +12,7 @@ from typing import Annotated, Any
 
 import typer
 
+from dsbd_cli.energy_probes import is_sliced
 from dsbd_cli.errors import DsbdError
 from dsbd_cli.version import __version__
 
@@ -69,18 +70,26 @@ def _packages() -> dict[str, str]:
 def _devices() -> list[str]:
     import torch
 
-    lines = [f"cpu: {torch.get_num_threads()} threads, dtype auto is float32"]
     from dsbd_cli.loading.hardware import pick_dtype
 
+    whole, coarse = (_dtype(pick_dtype("auto", torch.device("cpu"), few)) for few in (False, True))
+    auto = (
+        whole if whole == coarse else f"{coarse} for weights stored in bfloat16 or fewer bits, else {whole}"
+    )
+    lines = [f"cpu: {torch.get_num_threads()} threads, dtype auto is {auto}"]
     for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
         about = torch.cuda.get_device_properties(index)
-        dtype = str(pick_dtype("auto", torch.device("cuda", index))).removeprefix("torch.")
+        dtype = _dtype(pick_dtype("auto", torch.device("cuda", index)))
         lines.append(
             f"cuda:{index}: {about.name}, {about.total_memory / 2**30:.0f} GiB, dtype auto is {dtype}"
         )
     if torch.backends.mps.is_available():
         lines.append("mps: Apple GPU")
     return lines
+
+
+def _dtype(dtype: Any) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _energy() -> list[str] | str:
@@ -106,6 +115,8 @@ def _energy() -> list[str] | str:
 
 
 def _counter(pynvml: Any, handle: Any) -> str:
+    if is_sliced(pynvml, handle):
+        return "cut into MIG slices: joules are n/a, for only the whole card's are counted"
     for ask, answer in (
         (pynvml.nvmlDeviceGetTotalEnergyConsumption, "energy counter"),
         (pynvml.nvmlDeviceGetPowerUsage, "no energy counter, power reading only (estimates)"),

@@ -2,28 +2,24 @@
 
 from __future__ import annotations
 
-import codecs
 import contextlib
-import os
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from dsbd_cli.cli.options import Chosen, decoding_options
-from dsbd_cli.cli.output import Out, note
-from dsbd_cli.errors import UserError
+from dsbd_cli.cli.output import Out, StdoutError, note
+from dsbd_cli.cli.stdin import read_prompt
 from dsbd_cli.paths import refuse_unwritable
-from dsbd_cli.settings import broken
 from dsbd_cli.ui.look import is_terminal, panel_stream
 
 if TYPE_CHECKING:
     from dsbd_cli.decoding import Event
     from dsbd_cli.result import Result
 
-BOM = codecs.BOM_UTF8  # what Windows editors put before a text; no part of a prompt
 BATCH = "Many prompts"
 
 
@@ -105,51 +101,15 @@ def generate(
             stream = not (json or no_stream) and settings.num_return == 1
             result = plain(events, tell, stream=stream, keep=not json, show_tokens=show_tokens)
             write_answer(result, json=json, streamed=stream)
-    if stats:
-        print_stats(result)
-    if settings.seed is None and not json and not settings.deterministic:
-        tell(f"seed {result.seed}")
+        if stats:
+            print_stats(result)
+        if settings.seed is None and not json and not settings.deterministic:
+            tell(f"seed {result.seed}")
 
 
 def at_terminal() -> bool:
     """Whether panels can be drawn and the answer is for a person's eyes."""
     return is_terminal(sys.stdout) and panel_stream() is not None
-
-
-def read_prompt(prompt: str | None) -> str:
-    """The argument, else stdin less one trailing newline; at a terminal with neither: usage.
-
-    Raises:
-        UserError: nothing given at a terminal, or text that is not UTF-8.
-    """
-    if prompt is not None and prompt != "-":
-        if broken(prompt):  # in a C locale good UTF-8 comes in like this too
-            prompt = _utf8(os.fsencode(prompt), "the prompt")
-        return prompt
-    if prompt is None and is_terminal(sys.stdin):
-        raise UserError('no prompt: dsbd generate "your prompt", or pipe it in (dsbd generate --help)')
-    data = sys.stdin.buffer.read() if sys.stdin is not None else b""
-    return _utf8(data.removeprefix(BOM), "stdin").removesuffix("\n").removesuffix("\r")
-
-
-def stdin_lines() -> Iterator[str]:
-    """The lines of stdin as they come, without their ends.
-
-    Raises:
-        UserError: a line that is not UTF-8.
-    """
-    for number, line in enumerate(sys.stdin.buffer if sys.stdin is not None else (), start=1):
-        text = line.removeprefix(BOM) if number == 1 else line
-        yield _utf8(text, f"line {number} of stdin").removesuffix("\n").removesuffix("\r")
-
-
-def _utf8(data: bytes, what: str) -> str:
-    try:
-        return data.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise UserError(
-            f"{what} is not UTF-8 text (byte {error.start}): convert it first, e.g. with iconv"
-        ) from None
 
 
 def plain(
@@ -180,7 +140,7 @@ def plain(
                     out.write(event.new)
             elif isinstance(event, Finished):
                 return event.result
-    except OSError:
+    except (OSError, StdoutError):
         raise  # stdout itself is what failed
     except BaseException:
         if confirmed and (stream or keep):
@@ -195,10 +155,10 @@ def write_answer(result: Result, *, json: bool, streamed: bool) -> None:
 
     out = Out()
     if json:
-        out.write(result.to_json() + "\n")
+        out.write_json(result.to_json() + "\n")
     elif result.settings.num_return > 1:
         for beam in result.beams:
-            out.write(encoder.dumps(beam.text, ensure_ascii=False) + "\n")
+            out.write_json(encoder.dumps(beam.text, ensure_ascii=False) + "\n")
     else:
         out.write("\n" if streamed else result.text + "\n")
 

@@ -1,6 +1,7 @@
 """`dsbd`: mounts the commands, and turns every way a run can end into an exit code.
 
-0 done, 1 the run failed, 2 the input is wrong, 130 after Ctrl-C; one line on stderr, no traceback.
+0 done, 1 the run failed, 2 the input is wrong, 130 after Ctrl-C, 143 after SIGTERM; one line on stderr, no
+traceback.
 """
 
 from __future__ import annotations
@@ -14,8 +15,9 @@ from typing import Annotated
 
 import typer
 
-from dsbd_cli.cli import streams
-from dsbd_cli.errors import DsbdError
+from dsbd_cli.cli import ranks, signals, streams
+from dsbd_cli.errors import DsbdError, Stopped
+from dsbd_cli.paths import FULL
 from dsbd_cli.ui.waiting import ready
 from dsbd_cli.version import __version__
 
@@ -77,32 +79,45 @@ def run(arguments: Sequence[str] | None = None) -> int:
             ready()
         sys.stdout.flush()
         if code == 130:  # how typer hands on Ctrl-C
-            say("stopped")
+            _say_stopped(_stopped())
         return code if isinstance(code, int) else 0
     except SystemExit as error:
         # click ends a program whose reader went away by itself, with code 1.
         if isinstance(error.__context__, BrokenPipeError):
             return _reader_gone()
         return error.code if isinstance(error.code, int) else 1
+    except Stopped as error:
+        _say_stopped(str(error))
+        return error.exit_code
     except DsbdError as error:
-        say(str(error))
+        ranks.leave(error.exit_code, say, str(error))
         return error.exit_code
     except _ClickError as error:  # type: ignore[misc]
-        say(usage_line(error))
+        ranks.leave(2, say, usage_line(error))
         return 2
     except (KeyboardInterrupt, typer.Abort):
-        say("stopped")
+        _say_stopped(_stopped())
         return 130
     except BrokenPipeError:
         return _reader_gone()
     except OSError as error:
-        what = "the disk is full" if error.errno == errno.ENOSPC else error.strerror or str(error)
+        what = "the disk is full" if error.errno in FULL else error.strerror or str(error)
         where = f" ({error.filename})" if error.filename else ""
         say(f"{what}{where}")
         return 2 if error.errno == errno.ENAMETOOLONG else 1
     except MemoryError:
         say("out of memory: try a smaller model, --dtype bfloat16, or a shorter prompt")
         return 1
+
+
+def _stopped() -> str:
+    return "stopped by SIGTERM" if signals.terminated() else "stopped"
+
+
+def _say_stopped(line: str) -> None:
+    # A launcher that is stopped stops all its ranks; one of them says so.
+    if not ranks.follower():
+        say(line)
 
 
 def _reader_gone() -> int:
@@ -150,9 +165,10 @@ def _mount_once() -> None:
 def main() -> None:
     """Entry point of the `dsbd` script."""
     streams.hold_descriptors()
+    signals.heed()
     code = run()
     if code == 130:
         # Threads of torch may still be in a forward; an orderly exit would wait for them.
         sys.stderr.flush()
-        os._exit(130)
+        os._exit(signals.EXIT_CODE if signals.terminated() else 130)
     sys.exit(code)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from dsbd_cli.errors import UserError
-from dsbd_cli.settings import DRAFTING, FIELDS, KINDS, Settings
+from dsbd_cli.settings import DRAFTING, FIELDS, KINDS, NONE, Settings
 from dsbd_cli.ui import waiting
 
 if TYPE_CHECKING:
@@ -147,6 +147,19 @@ class Chosen:
                 base = base.replace(draft=None)
         return base.replace(**self.spec), settings.merged(self.settings)
 
+    def sources(self) -> dict[str, Any]:
+        """The models asked for, in a form that changes when their files do (`loading/stamp.py`).
+
+        Raises:
+            UserError: a source that is not there.
+        """
+        from dsbd_cli.loading.source import parse_source
+        from dsbd_cli.loading.stamp import stamps
+
+        spec, settings = self.resolve()
+        parse_source(spec.target, "target")  # a mistyped path is a worse fault than a missing draft
+        return stamps(spec, need_draft=_wants_draft(spec, settings, False))
+
     def check(self, *, every_method: bool = False) -> None:
         """Refuse what can be known without torch, whose import takes seconds: settings, paths, files.
 
@@ -245,10 +258,10 @@ def parse_setting(name: str, value: Any) -> Any:
         return value
     kind = KINDS[name]
     try:
+        if value.lower() in NONE and "None" in kind and "str" not in kind:
+            return None
         if name == "tree":
             return tuple(int(part) for part in value.split(","))
-        if "None" in kind and kind.startswith(("float", "int")) and value.lower() in ("none", "null"):
-            return None
         if kind.startswith("float"):
             return float(value)
         if kind.startswith("int"):

@@ -1,17 +1,58 @@
-"""Plain output: bytes of the answer unchanged on stdout, notes on stderr."""
+"""Plain output: bytes of the answer unchanged on stdout, notes on stderr; at a terminal without control codes."""
 
 from __future__ import annotations
 
 import sys
 
+from dsbd_cli.errors import RunError
+from dsbd_cli.paths import write_error
 from dsbd_cli.ui import waiting
-from dsbd_cli.ui.look import folded
+from dsbd_cli.ui.look import folded, is_terminal
+from dsbd_cli.ui.safe import escaped, escaped_json
+
+
+class StdoutError(RunError):
+    """Stdout does not take the answer, so there is no use in writing more of it."""
 
 
 class Out:
-    """Writes UTF-8 to stdout whatever the locale, flushed at once so that pipes see text as it comes."""
+    """Writes UTF-8 to stdout whatever the locale, flushed at once so that pipes see text as it comes.
+
+    A file and a pipe get every byte; on a terminal, control characters (a model may say anything) are
+    shown as escapes. One `Out` for the pieces of one answer.
+    """
+
+    def __init__(self) -> None:
+        self._screen = is_terminal(sys.stdout)
+        self._held = ""
 
     def write(self, text: str) -> None:
+        """One piece of text.
+
+        Raises:
+            StdoutError: a full disk. BrokenPipeError: nobody reads any more.
+        """
+        if self._screen:
+            # A carriage return may be half of a line end.
+            text = self._held + text
+            self._held = "\r" if text.endswith("\r") else ""
+            text = escaped(text.removesuffix("\r"))
+        self._write(text)
+
+    def write_json(self, line: str) -> None:
+        """One line of JSON. Raises like `write`."""
+        self._write(escaped_json(line) if self._screen else line)
+
+    def _write(self, text: str) -> None:
+        try:
+            self._raw(text)
+        except BrokenPipeError:
+            raise
+        except OSError as error:
+            raise StdoutError(str(write_error("stdout", error))) from error
+
+    @staticmethod
+    def _raw(text: str) -> None:
         stream = getattr(sys.stdout, "buffer", None)
         if stream is None:
             sys.stdout.write(text)
@@ -22,5 +63,8 @@ class Out:
 
 def note(line: str) -> None:
     """A note for the person at the terminal; never on stdout."""
+    line = f"dsbd: {line}"
+    if is_terminal(sys.stderr):
+        line = folded(escaped(line), sys.stderr)
     with waiting.above():
-        print(folded(f"dsbd: {line}", sys.stderr), file=sys.stderr, flush=True)
+        print(line, file=sys.stderr, flush=True)

@@ -11,7 +11,7 @@ import typer
 
 from dsbd_cli.cli.output import note
 from dsbd_cli.errors import UserError
-from dsbd_cli.paths import refuse_special, refuse_unwritable
+from dsbd_cli.paths import refuse_special, refuse_unwritable, write_whole
 
 if TYPE_CHECKING:
     from dsbd_cli.trace.read import Trace
@@ -46,10 +46,9 @@ def _show(recorded: Trace, file: Path, html: Path | None, delay: float) -> None:
             raise UserError("--html would write over the trace itself: give it another name")
         refuse_unwritable(html, "--html")
         refuse_special(html, f"--html {html}", "name a file")
-        from dsbd_cli.batch.store import write_whole
         from dsbd_cli.trace.page import page
 
-        write_whole(html, [page(recorded).encode("utf-8")])
+        write_whole(html, page(recorded))
         note(f"{len(recorded.iterations)} iterations drawn: {html}")
         return
     from rich.console import Console

@@ -109,13 +109,3 @@ def encode_prompt(tokenizer: Any, text: str | tuple[dict[str, str], ...]) -> tup
 
 def _ids(tokenizer: Any, text: str) -> list[int]:
     return list(tokenizer(text, add_special_tokens=False).input_ids)
-
-
-def end_ids(model: Any, tokenizer: Any) -> list[int]:
-    """Ids that end an answer: the generation config's, else the tokenizer's."""
-    ids = getattr(model.generation_config, "eos_token_id", None)
-    if ids is None:
-        ids = tokenizer.eos_token_id
-    if ids is None:
-        return []
-    return [int(i) for i in ids] if isinstance(ids, (list, tuple)) else [int(ids)]

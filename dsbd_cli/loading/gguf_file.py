@@ -9,7 +9,6 @@ import functools
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from typing import Any
 from dsbd_cli.errors import RunError, UserError
 from dsbd_cli.loading import gguf_cache, wheel
 from dsbd_cli.loading.cache import build_once
+from dsbd_cli.loading.gguf_facts import GgufFacts
 from dsbd_cli.loading.hub import first_line
 from dsbd_cli.loading.progress import Progress
 from dsbd_cli.loading.source import Source
@@ -24,23 +24,6 @@ from dsbd_cli.loading.source import Source
 # Up to here full precision costs little; above, half the disk and half the load time count for more,
 # and float16 still holds quantised values far more finely than their quantisation step.
 _FLOAT32_PARAMETERS = 500_000_000
-
-
-@dataclass(frozen=True)
-class GgufFacts:
-    """What a GGUF file says of itself.
-
-    Attributes:
-        architecture: `general.architecture`.
-        fields: metadata by key, arrays as lists.
-        parameters: number of weights.
-        reader: the parsed file.
-    """
-
-    architecture: str
-    fields: dict[str, Any]
-    parameters: int
-    reader: Any = field(repr=False)
 
 
 def converted(source: Source, role: str, cache: Path, progress: Progress) -> tuple[Path, str | None]:

@@ -8,17 +8,15 @@ SmolLM2's digits rule lost, "1.\\n\\n2" is cut differently. Rules not listed her
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, processors
 from tokenizers import pre_tokenizers as pre
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from dsbd_cli.errors import UserError
+from dsbd_cli.loading.gguf_facts import GgufFacts
 from dsbd_cli.loading.hub import first_line
-
-if TYPE_CHECKING:
-    from dsbd_cli.loading.gguf_file import GgufFacts
 
 _CONTROL, _USER_DEFINED = 3, 4  # values of tokenizer.ggml.token_type
 

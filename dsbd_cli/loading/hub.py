@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import Any
 
 from dsbd_cli.errors import UserError
@@ -29,10 +30,16 @@ def refuse_offline(repo: str, revision: str | None, role: str) -> None:
                     "download the model, or name a local folder")  # fmt: skip
 
 
-def _cached(repo: str, revision: str | None) -> bool:
+def cached_snapshot(repo: str, revision: str | None) -> Path | None:
+    """The folder of the local cache that serves `repo`, or None."""
     from huggingface_hub import try_to_load_from_cache
 
-    return isinstance(try_to_load_from_cache(repo, "config.json", revision=revision), str)
+    found = try_to_load_from_cache(repo, "config.json", revision=revision)
+    return Path(found).parent if isinstance(found, str) else None
+
+
+def _cached(repo: str, revision: str | None) -> bool:
+    return cached_snapshot(repo, revision) is not None
 
 
 def only_cached(repo: str, revision: str | None, role: str) -> bool:

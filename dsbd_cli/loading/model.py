@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from dsbd_cli.errors import UserError
 from dsbd_cli.loading import architecture, hub
 from dsbd_cli.loading.place import Place
+from dsbd_cli.loading.shapes import misfit
 from dsbd_cli.loading.source import Source
 from dsbd_cli.loading.spec import PairSpec
 
@@ -28,6 +29,7 @@ class LoadedModel:
         tree_refusal: why the architecture cannot serve tree methods, or None.
         window: tokens within which its layers see everything (sliding windows), or None.
         source: what the user named.
+        notes: what a user should know about its weights.
     """
 
     model: Any
@@ -39,6 +41,7 @@ class LoadedModel:
     tree_refusal: str | None
     window: int | None
     source: Source
+    notes: list[str] = field(default_factory=list)
 
 
 def describe(model: Any, source: Source) -> LoadedModel:
@@ -110,7 +113,7 @@ def load_weights(
         options.setdefault("device_map", {"": device})
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
-            place.path, output_loading_info=True, **options, **place.options
+            place.path, output_loading_info=True, ignore_mismatched_sizes=True, **options, **place.options
         )
         model, info = loaded
     except torch.OutOfMemoryError:
@@ -118,13 +121,20 @@ def load_weights(
                         "--quantization 4bit, --device-map auto, or a smaller model") from None  # fmt: skip
     except Exception as error:
         raise _explained(error, place, "model") from None
-    # transformers fills what a checkpoint lacks with random numbers, and only warns.
+    # transformers fills what a checkpoint lacks, or holds in another shape, with random numbers, and only warns.
+    if misfits := sorted(info["mismatched_keys"]):
+        name, stored, wanted = misfits[0]
+        raise misfit(place, name, tuple(stored), tuple(wanted), len(misfits) - 1)
     real = dict(model.named_parameters())
     lacking = sorted(name for name in info["missing_keys"] if name in real)
     if lacking:
         raise UserError(f"{place.role} {place.source.name}: its weight files lack {len(lacking)} of {len(real)} "
                         f"tensors, {lacking[0]} first: fetch the checkpoint again")  # fmt: skip
-    return describe(model, place.source)
+    found = describe(model, place.source)
+    if unused := sorted(info["unexpected_keys"]):
+        found.notes.append(f"{place.role} {place.source.name}: {len(unused)} tensor(s) of its weight files are not "
+                           f"used by its config ({unused[0]} first): is config.json of this model?")  # fmt: skip
+    return found
 
 
 def _quantization(name: str, dtype: torch.dtype) -> Any:

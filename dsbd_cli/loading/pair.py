@@ -15,7 +15,8 @@ from dsbd_cli.loading.model import LoadedModel, load_config, load_tokenizer, loa
 from dsbd_cli.loading.place import Place, locate
 from dsbd_cli.loading.progress import Progress, silent
 from dsbd_cli.loading.quiet import quiet_transformers
-from dsbd_cli.loading.shared import is_shared, load_shared
+from dsbd_cli.loading.shapes import refuse_other_ends, skeleton
+from dsbd_cli.loading.shared import examine, is_shared, load_shared
 from dsbd_cli.loading.source import SHARED_WEIGHTS
 from dsbd_cli.loading.spec import PairSpec
 
@@ -69,6 +70,16 @@ def load(
             if not draft_place.shared:
                 names = (place.source.name, draft_place.source.name)
                 notes += compat.check_same_tokens(tokenizer, load_tokenizer(draft_place, trust), names)
+                refuse_other_ends(draft_place, draft_config, trust)
+            elif (whole := skeleton(config, trust)) is not None:
+                examine(
+                    draft_place,
+                    config,
+                    whole.get_input_embeddings().weight.shape[-1],
+                    place.source.name,
+                    trust,
+                )
+        refuse_other_ends(place, config, trust)
         dtype = hardware.pick_dtype(spec.target_dtype, devices[0], _coarse(place, config))
         draft = None
         if draft_place is not None:
@@ -84,6 +95,7 @@ def load(
         if draft_place is not None and draft_place.shared:
             draft = load_shared(draft_place, target, devices[1], draft_dtype, trust)
     known = compat.token_range(tokenizer)
+    notes += [note for model in (target, draft) if model is not None for note in model.notes]
     notes += compat.ignored_options(target.model.generation_config)
     return Pair(
         target=target,

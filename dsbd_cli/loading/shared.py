@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import re
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from dsbd_cli.errors import UserError
 from dsbd_cli.loading.checkpoint import check_weights
 from dsbd_cli.loading.model import LoadedModel, describe, load_config
 from dsbd_cli.loading.place import Place
+from dsbd_cli.loading.shapes import header_shapes, skeleton
 from dsbd_cli.loading.source import SHARED_WEIGHTS
 
 FLAG = "dsbd_shared_embeddings"
@@ -60,26 +62,10 @@ def load_shared(
     Raises:
         UserError: a broken file, or a draft made for another target.
     """
-    path = place.folder / SHARED_WEIGHTS
-    check_weights(path, place.role)
-    weights = dequantised(path)
-    config = _config(place, target, weights, trust)
-    _check_width(place, config, target)
-    small = copy.deepcopy(config)
-    text = small.get_text_config()
-    text.vocab_size, text.pad_token_id = _STAND_IN_ROWS, None
-    draft = AutoModelForCausalLM.from_config(small, trust_remote_code=trust)
-    borrowed = _borrowed(draft)
-    sizes = {name: tensor.shape for name, tensor in draft.named_parameters()}
-    for name, tensor in weights.items():
-        if name in sizes and tensor.shape != sizes[name]:
-            raise UserError(f"{place.role} {path}: {name} is {list(tensor.shape)}, which does not fit its config "
-                            f"({list(sizes[name])}): was the draft made for this target?")  # fmt: skip
-    missing, unexpected = draft.load_state_dict(weights, strict=False)
-    lacking = [name for name in missing if name not in borrowed]
-    if lacking or unexpected:
-        what = f"lacks {lacking[0]}" if lacking else f"has {unexpected[0]}, which its config does not know"
-        raise UserError(f"{place.role} {path} {what}: was the draft made for this target?")
+    width = target.model.get_input_embeddings().weight.shape[-1]
+    config = examine(place, target.model.config, width, target.name, trust)
+    draft = AutoModelForCausalLM.from_config(_small(config), trust_remote_code=trust)
+    draft.load_state_dict(dequantised(place.folder / SHARED_WEIGHTS), strict=False)
     draft = draft.to(device=device, dtype=dtype)
     _borrow(draft, target, device, dtype)
     draft.config.get_text_config().vocab_size = target.vocab_rows
@@ -87,10 +73,52 @@ def load_shared(
     return describe(draft, place.source)
 
 
-def _config(place: Place, target: LoadedModel, weights: dict[str, Tensor], trust: bool) -> Any:
+def examine(place: Place, target_config: Any, width: int, target_name: str, trust: bool = False) -> Any:
+    """The draft's config, found to fit the draft's file and its target; reads no weights.
+
+    Args:
+        width: of the target's embedding.
+
+    Raises:
+        UserError: a broken file, or a draft made for another target.
+    """
+    path = place.folder / SHARED_WEIGHTS
+    check_weights(path, place.role)
+    shapes = {name: shape for name, shape in header_shapes(path).items() if not name.endswith(".scale")}
+    config = _config(place, target_config, shapes, trust)
+    mine = config.get_text_config().hidden_size
+    if mine != width:
+        raise UserError(f"{place.role} {place.source.text} shares its target's embeddings, but is {mine} wide "
+                        f"where {target_name} is {width}: it was made for another target")  # fmt: skip
+    draft = skeleton(_small(config), trust)
+    if draft is None:
+        raise UserError(f"{place.role} {place.source.text}: no model can be built from its config")
+    sizes = {name: tuple(tensor.shape) for name, tensor in draft.state_dict().items()}
+    for name, shape in shapes.items():
+        if name in sizes and shape != sizes[name]:
+            raise UserError(f"{place.role} {path}: {name} is {list(shape)}, which does not fit its config "
+                            f"({list(sizes[name])}): was the draft made for this target?")  # fmt: skip
+    borrowed = _borrowed(draft)
+    lacking = [name for name in sizes if name not in shapes and name not in borrowed]
+    unknown = [name for name in shapes if name not in sizes]
+    if lacking or unknown:
+        what = f"lacks {lacking[0]}" if lacking else f"has {unknown[0]}, which its config does not know"
+        raise UserError(f"{place.role} {path} {what}: was the draft made for this target?")
+    return config
+
+
+def _small(config: Any) -> Any:
+    """The same with an embedding of a few rows, which is thrown away for the target's."""
+    small = copy.deepcopy(config)
+    text = small.get_text_config()
+    text.vocab_size, text.pad_token_id = _STAND_IN_ROWS, None
+    return small
+
+
+def _config(place: Place, target_config: Any, weights: Collection[str], trust: bool) -> Any:
     if (place.folder / "config.json").is_file():
         return load_config(place, trust)
-    config = copy.deepcopy(target.model.config)
+    config = copy.deepcopy(target_config)
     layers = 1 + max((int(found[1]) for name in weights if (found := _LAYER.search(name))), default=-1)
     if layers < 1:
         raise UserError(f"{place.role} {place.folder / SHARED_WEIGHTS} holds no layers")
@@ -102,14 +130,6 @@ def _config(place: Place, target: LoadedModel, weights: dict[str, Tensor], trust
     if hasattr(config, "quantization_config"):
         del config.quantization_config
     return config
-
-
-def _check_width(place: Place, config: Any, target: LoadedModel) -> None:
-    mine = config.get_text_config().hidden_size
-    theirs = target.model.get_input_embeddings().weight.shape[-1]
-    if mine != theirs:
-        raise UserError(f"{place.role} {place.source.text} shares its target's embeddings, but is {mine} wide "
-                        f"where {target.name} is {theirs}: it was made for another target")  # fmt: skip
 
 
 def _borrowed(draft: Any) -> set[str]:

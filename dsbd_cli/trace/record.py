@@ -16,6 +16,7 @@ from typing import IO, TYPE_CHECKING, Any
 
 from dsbd_cli.decoding import Event, Finished, Iteration, Layer, Node, Notice, Prefilled
 from dsbd_cli.errors import UserError
+from dsbd_cli.paths import write_error
 from dsbd_cli.version import __version__
 
 if TYPE_CHECKING:
@@ -28,15 +29,25 @@ FORMAT = 1
 def record(events: Iterable[Event], path: Path, decoder: Decoder, prompt: str) -> Iterator[Iterable[Event]]:
     """The same events, written to `path` as they pass.
 
+    A disk that fills up ends the record, not the run: its events go on.
+
     Raises:
-        UserError: a file that cannot be written.
+        UserError: a file that cannot be written. RunError: when all is done, a record that could not be
+            written to its end.
     """
     try:
         file = path.open("w", encoding="utf-8")
     except OSError as error:
         raise UserError(f"--trace {path} cannot be written: {error.strerror}") from None
-    with file:
-        yield _Recorder(file, decoder, prompt).watch(events)
+    recorder = _Recorder(file, decoder, prompt)
+    try:
+        yield recorder.watch(events)
+    finally:
+        with contextlib.suppress(OSError):  # what a full disk did not take is still in its buffer
+            file.close()
+    if recorder.failed is not None:
+        what = f"the end of the trace {path} (the answer is not touched by it)"
+        raise write_error(what, recorder.failed) from recorder.failed
 
 
 class _Recorder:
@@ -49,6 +60,7 @@ class _Recorder:
         self._ids: dict[Node, int] = {}
         self._count = self._next = 0
         self._active: list[Node] = []
+        self.failed: OSError | None = None
 
     def watch(self, events: Iterable[Event]) -> Iterator[Event]:
         for event in events:
@@ -68,8 +80,14 @@ class _Recorder:
 
     def _write(self, entry: dict[str, Any]) -> None:
         # Not allow_nan: a drafted node has no score of the target's, which is null and not NaN.
-        self._file.write(json.dumps(entry, ensure_ascii=False, allow_nan=False) + "\n")
-        self._file.flush()
+        line = json.dumps(entry, ensure_ascii=False, allow_nan=False) + "\n"
+        if self.failed is not None:
+            return
+        try:
+            self._file.write(line)
+            self._file.flush()
+        except OSError as error:
+            self.failed = error
 
     def _iteration(self, event: Iteration) -> dict[str, Any]:
         roots = self._active or _parents(event)

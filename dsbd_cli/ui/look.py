@@ -12,12 +12,17 @@ _TOO_SMALL = (20, 6)
 
 def panel_stream() -> TextIO | None:
     """Where panels can be drawn: stderr, else stdout; None where neither is a terminal that can."""
-    if os.environ.get("TERM", "").lower() in ("", "dumb", "unknown") and os.name != "nt":
+    if not moves_cursor():
         return None
     for stream in (sys.stderr, sys.stdout):
         if is_terminal(stream) and _large_enough(stream):
             return stream
     return None
+
+
+def moves_cursor() -> bool:
+    """Whether terminals of this environment can wipe a line and draw over it. (Windows sets no TERM.)"""
+    return os.name == "nt" or os.environ.get("TERM", "").lower() not in ("", "dumb", "unknown")
 
 
 def is_terminal(stream: Any) -> bool:

@@ -17,11 +17,6 @@ if TYPE_CHECKING:
     from dsbd_cli.decoder import Decoder
 
 
-def possible() -> bool:
-    """Whether there is a terminal that panels can be drawn on."""
-    return panel_stream() is not None
-
-
 def show(events: Iterable[Event], decoder: Decoder, prompt_text: str) -> Result:
     """Consume the events under live panels; then print the answer to stdout and a summary to stderr.
 
@@ -38,7 +33,7 @@ def show(events: Iterable[Event], decoder: Decoder, prompt_text: str) -> Result:
 
     stream = panel_stream()
     if stream is None:
-        raise ValueError("no terminal to draw on: ask `possible` first")
+        raise ValueError("no terminal to draw on: ask `panel_stream` first")
     monitor = Monitor(decoder, prompt_text)
     painter = Painter(stream, unicode_terminal(getattr(stream, "encoding", None)))
     result = None

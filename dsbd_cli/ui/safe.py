@@ -8,12 +8,22 @@ import re
 _UNSAFE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028\u2029\u202a-\u202e\u2066-\u2069]")
 
 
+def escaped(text: str) -> str:
+    """`text` with control characters written as escapes; line ends and tabs stay."""
+    return _UNSAFE.sub(_escape, text.replace("\r\n", "\n"))
+
+
+def escaped_json(text: str) -> str:
+    """JSON with escapes of its own in place of the control characters that it lets through; means the same."""
+    return _UNSAFE.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
+
+
 def visible(text: str, unicode: bool = True) -> str:
     """`text` with control characters written as escapes (`\\x1b`); newlines stay, a tab is four spaces.
 
     Without `unicode`, any character beyond ASCII is a question mark.
     """
-    text = _UNSAFE.sub(_escape, text.replace("\r\n", "\n").replace("\t", "    "))
+    text = escaped(text).replace("\t", "    ")
     return text if unicode else text.encode("ascii", "replace").decode("ascii")
 
 

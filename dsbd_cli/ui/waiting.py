@@ -10,7 +10,7 @@ import os
 import sys
 from collections.abc import Iterator
 
-from dsbd_cli.ui.look import columns_of, is_terminal, unicode_terminal
+from dsbd_cli.ui.look import columns_of, is_terminal, moves_cursor, unicode_terminal
 from dsbd_cli.ui.safe import one_line
 
 _WIPE = "\r\x1b[K"
@@ -24,7 +24,7 @@ def waiting(what: str) -> None:
         return
     unicode = unicode_terminal(getattr(sys.stderr, "encoding", None))
     line = f"dsbd: {one_line(what, unicode)}{'…' if unicode else '...'}"
-    if os.environ.get("TERM", "").lower() in ("", "dumb", "unknown"):  # a line cannot be wiped there
+    if not moves_cursor():
         _write(line + "\n")
         return
     _text = line

@@ -31,6 +31,9 @@ class Loaded:
     def resolve(self) -> tuple[Any, Settings]:
         return None, self._settings
 
+    def sources(self) -> dict[str, Any]:
+        return {}
+
     def load(self, **_: Any) -> Decoder:
         return self._decoder
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 import json
 import os
 import threading
@@ -9,9 +10,11 @@ from typing import Any
 
 import pytest
 
+from dsbd_cli.batch import watch
 from dsbd_cli.batch.shard import Shard
-from dsbd_cli.batch.store import Store, write_whole
-from dsbd_cli.errors import UserError
+from dsbd_cli.batch.store import Store
+from dsbd_cli.errors import RunError, UserError
+from dsbd_cli.paths import write_whole
 
 FACTS: dict[str, Any] = {"seed": 3, "settings": {"width": 4, "top_p": 0.8}, "weights": {"target": "ab"}}
 
@@ -131,21 +134,43 @@ def test_a_second_writer_is_refused(tmp_path: Path) -> None:
 
 def test_finished_is_told_apart(tmp_path: Path) -> None:
     path = tmp_path / "out.jsonl"
+    asked = {"pair": {"target": "t"}, "files": {"target": "ab"}}
     store = opened(path, total=2)
-    store.claim(FACTS, True)
+    store.claim(FACTS | {"sources": asked}, True)
     store.add(0, record(0))
     store.close()
-    few = {name: FACTS[name] for name in ("seed", "settings")}
+    few = {name: FACTS[name] for name in ("seed", "settings")} | {"sources": asked}
     half = opened(path, total=2)
-    assert not half.is_finished(few, True)
+    assert half.is_of(few, True)
+    assert not half.is_whole
     half.add(1, record(1))
     half.close()
     whole = opened(path, total=2)
-    assert whole.is_finished(few, True)
-    assert whole.is_finished(few | {"seed": 8}, False)
-    assert not whole.is_finished(few | {"seed": 8}, True)
-    assert not whole.is_finished(few | {"settings": {"width": 8, "top_p": 0.8}}, True)
+    assert whole.is_whole
+    assert whole.is_of(few, True)
+    assert whole.is_of(few | {"seed": 8}, False)
+    # Other files may hold the same weights: that is not known yet.
+    assert not whole.is_of(few | {"sources": asked | {"files": {"target": "cd"}}}, True)
+    for change, said in (
+        ({"seed": 8}, r"seed \(3, now 8\)"),
+        ({"settings": {"width": 8, "top_p": 0.8}}, r"width \(4, now 8\)"),
+    ):
+        with pytest.raises(UserError, match=said):
+            whole.is_of(few | change, True)
     whole.close()
+
+
+def test_the_same_weights_in_other_files_go_on_and_are_known_the_next_time(tmp_path: Path) -> None:
+    path = tmp_path / "out.jsonl"
+    store = opened(path)
+    store.claim(FACTS | {"sources": "here"}, True)
+    store.add(0, record(0))
+    store.close()
+    moved = opened(path)
+    assert moved.claim(FACTS | {"sources": "there", "seed": 99}, False) == 3
+    assert moved.is_of(FACTS | {"sources": "there"}, True)
+    moved.close()
+    assert indices(path) == [0]
 
 
 def test_ranks_write_parts_and_rank_0_joins_them_in_order(tmp_path: Path) -> None:
@@ -205,7 +230,133 @@ def test_a_whole_file_is_there_or_not_at_all(tmp_path: Path) -> None:
         yield b"new"
         raise OSError("full")
 
-    with pytest.raises(OSError, match="full"):
+    with pytest.raises(RunError, match=r"x cannot be written: full"):
         write_whole(path, breaks())
     assert path.read_text() == "old"
     assert os.listdir(tmp_path) == ["x"]
+
+
+def test_a_rank_whose_first_rank_is_not_there_says_so_and_gives_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(watch, "POLL_S", 0.01)
+    monkeypatch.setattr(watch, "SAY_S", 0.05)
+    monkeypatch.setattr(watch, "LIMIT_S", 0.3)
+    told = Told()
+    alone = opened(tmp_path / "out.jsonl", 4, Shard(1, 2), told)
+    with pytest.raises(RunError, match=r"no sign of life from rank 0 of 2 .* or unset RANK and WORLD_SIZE"):
+        alone.claim(FACTS, True)
+    alone.close()
+    assert told == [
+        "waiting for rank 0 of 2: no out.jsonl.run.json of this run yet (this is rank 1, by RANK and WORLD_SIZE)"
+    ]
+
+
+def test_rank_0_says_whom_it_waits_for_and_waits_as_long_as_they_live(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(watch, "POLL_S", 0.01)
+    monkeypatch.setattr(watch, "SAY_S", 0.05)
+    monkeypatch.setattr(watch, "LIMIT_S", 0.3)
+    told = Told()
+    path = tmp_path / "out.jsonl"
+    first, second = (opened(path, 5, Shard(rank, 3), told) for rank in (0, 1))
+    first.claim(FACTS, True)
+    for index in (0, 3):
+        first.add(index, record(index))
+    failed: list[BaseException] = []
+
+    def finish() -> None:
+        try:
+            first.finish()
+        except BaseException as error:
+            failed.append(error)
+
+    waiter = threading.Thread(target=finish)
+    waiter.start()
+    time.sleep(1.0)
+    assert not failed
+    assert told == [
+        "waiting for ranks 1, 2 of 3: 2 of 5 prompts are done (this is rank 0, by RANK and WORLD_SIZE)"
+    ]
+    second.close()
+    waiter.join(20)
+    assert [type(error) for error in failed] == [RunError]
+    assert "no sign of life from ranks 1, 2 of 3" in str(failed[0])
+    first.close()
+    # Nothing is lost: one process takes over.
+    single = opened(path, 5)
+    assert single.done == {0, 3}
+    single.close()
+
+
+def test_a_look_at_who_is_alive_does_not_keep_a_rank_from_starting(tmp_path: Path) -> None:
+    path = tmp_path / "out.jsonl"
+    part = watch.part_of(path, 1, 2)
+    assert not watch.is_alive(part)
+    part.touch()
+    holder = os.open(part, os.O_RDWR)
+    assert watch.lock(holder)
+    threading.Timer(0.3, os.close, [holder]).start()
+    store = opened(path, 4, Shard(1, 2))
+    assert watch.is_alive(part)
+    store.close()
+
+
+def test_a_disk_that_is_full_is_named_and_costs_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "out.jsonl"
+    store = opened(path)
+    store.claim(FACTS, True)
+    store.add(0, record(0))
+    real = os.write
+
+    def full(fd: int, data: Any) -> int:
+        """Takes a few bytes, then nothing."""
+        monkeypatch.setattr(os, "write", refuse)
+        return real(fd, bytes(data)[:7])
+
+    def refuse(fd: int, data: Any) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "write", full)
+    with pytest.raises(RunError, match=f"no space left for {path}: free some; the same command then goes on"):
+        store.add(1, record(1))
+    monkeypatch.setattr(os, "write", real)
+    store.close()
+    again = opened(path)
+    assert again.done == {0}
+    again.close()
+
+
+@pytest.mark.parametrize(
+    ("code", "said"),
+    [
+        (errno.ENOSPC, "no space left for {path}: free some; then give the same command again"),
+        (errno.EDQUOT, "no space left for {path}: free some; then give the same command again"),
+        (errno.EROFS, "{path} cannot be written: Read-only file system"),
+    ],
+)
+def test_what_a_disk_refuses_is_named_with_its_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, said: str
+) -> None:
+    def refuse(fd: int) -> None:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(os, "fsync", refuse)
+    with pytest.raises(RunError) as caught:
+        write_whole(tmp_path / "x", "new")
+    assert str(caught.value) == said.format(path=tmp_path / "x")
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_read_only_file_system_is_called_that(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    with pytest.raises(UserError, match="no permission for"):
+        opened(tmp_path / "out.jsonl")
+    real = os.statvfs(tmp_path)
+    read_only = os.statvfs_result([*real[:8], real.f_flag | os.ST_RDONLY, real.f_namemax])
+    monkeypatch.setattr(os, "statvfs", lambda *_: read_only)
+    with pytest.raises(UserError, match=r"--output .* cannot be written: its file system is read-only"):
+        opened(tmp_path / "out.jsonl")

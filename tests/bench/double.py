@@ -23,8 +23,12 @@ class BytesTokenizer:
     chat_template = None
     bos_token_id = 0
     eos_token_id = 1
+    all_special_tokens = ()
+    added_tokens_decoder: dict[int, object] = {}  # noqa: RUF012
 
-    def __call__(self, text: str, add_special_tokens: bool = True) -> dict[str, list[int]]:
+    def __call__(
+        self, text: str, add_special_tokens: bool = True, verbose: bool = True
+    ) -> dict[str, list[int]]:
         return {"input_ids": [3 + byte for byte in text.encode("utf-8")]}
 
 

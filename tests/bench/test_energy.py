@@ -185,3 +185,87 @@ def test_importing_the_meter_loads_neither_torch_nor_nvml():
     code = "import sys, dsbd_cli.energy as e; e.EnergyMeter.for_devices(['cpu']); " \
            "sys.exit('torch' in sys.modules or 'pynvml' in sys.modules)"  # fmt: skip
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize("said", [[1, 1], (1, 0)])
+def test_a_slice_of_a_card_is_not_given_the_whole_cards_joules(nvml, said):
+    fake = nvml("ok")
+    fake.nvmlDeviceGetMigMode = lambda handle: said
+    reading = window(EnergyMeter.for_devices(["cuda:0"]))
+    assert (reading.joules, reading.source) == (None, None)
+    assert (
+        reading.reason == "cuda:0: a MIG slice of Fake GPU (GPU-one); only the whole card's energy is counted"
+    )
+
+
+def test_a_handle_of_a_slice_is_known_as_such_and_a_whole_card_is_measured(nvml):
+    fake = nvml("ok")
+    fake.nvmlDeviceIsMigDeviceHandle = lambda handle: 0
+    fake.nvmlDeviceGetMigMode = lambda handle: [0, 1]
+    assert window(EnergyMeter.for_devices(["cuda:0"])).joules > 0
+    fake.nvmlDeviceIsMigDeviceHandle = lambda handle: 1
+    assert "MIG slice" in window(EnergyMeter.for_devices(["cuda:0"])).reason
+
+
+def package(tmp_path, monkeypatch, **files):
+    """A RAPL package domain of these files."""
+    folder = tmp_path / "intel-rapl:0"
+    folder.mkdir()
+    for name, text in {"name": "package-0", "energy_uj": "5000000", **files}.items():
+        (folder / name).write_text(text)
+    monkeypatch.setattr(energy_probes, "POWERCAP", tmp_path)
+    return folder
+
+
+@pytest.mark.parametrize("files", [{}, {"max_energy_range_uj": ""}, {"max_energy_range_uj": "many"}])
+def test_a_wrapped_counter_without_its_range_is_null_with_a_reason(tmp_path, monkeypatch, files):
+    folder = package(tmp_path, monkeypatch, **files)
+    meter = EnergyMeter.for_devices(["cpu"])
+    meter.start()
+    (folder / "energy_uj").write_text("1000000")
+    reading = meter.stop()
+    assert reading.joules is None
+    assert reading.reason == "cpu package-0: the RAPL counter wrapped round, and its range could not be read"
+
+
+def test_a_wrapped_counter_with_its_range_is_measured(tmp_path, monkeypatch):
+    folder = package(tmp_path, monkeypatch, max_energy_range_uj="6000000")
+    meter = EnergyMeter.for_devices(["cpu"])
+    meter.start()
+    (folder / "energy_uj").write_text("1000000")
+    assert meter.stop().joules == pytest.approx(2.0)
+
+
+@pytest.mark.parametrize("moment", ["start", "stop", "watts"])
+def test_a_probe_that_breaks_costs_its_number_and_nothing_else(moment):
+    class Breaks:
+        name, source = "odd", "odd"
+
+        def start(self):
+            if moment == "start":
+                raise OSError("gone")
+
+        def stop(self):
+            if moment == "stop":
+                raise ValueError("gone")
+            return 1.0, None
+
+        def watts(self):
+            raise RuntimeError("gone")
+
+    meter = EnergyMeter([Breaks()])
+    assert meter.idle_watts is None
+    for _ in range(2):
+        meter.start()
+        reading = meter.stop()
+        if moment == "watts":
+            assert reading.joules == 1.0
+        else:
+            assert (reading.joules, reading.reason) == (None, "odd: energy could not be read (gone)")
+
+
+def test_a_device_that_cannot_be_looked_at_is_unknown(nvml, monkeypatch):
+    nvml("ok")
+    monkeypatch.setattr(energy_probes, "card_identity", lambda index: 1 / 0)
+    reading = window(EnergyMeter.for_devices(["cuda:0"]))
+    assert (reading.joules, reading.reason) == (None, "cuda:0: energy cannot be read (division by zero)")

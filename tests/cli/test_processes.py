@@ -86,7 +86,7 @@ def test_a_full_disk_is_one_line_and_exit_1(models: Models) -> None:
             stdout=full, stderr=subprocess.PIPE,
         )  # fmt: skip
     assert process.returncode == 1
-    assert process.stderr.decode().splitlines() == ["dsbd: the disk is full"]
+    assert process.stderr.decode().splitlines() == ["dsbd: no space left for stdout: free some"]
 
 
 @pytest.mark.parametrize("times", [1, 2])

@@ -18,7 +18,7 @@ from dsbd_cli import Decoder, Settings
 from dsbd_cli.decoding.tree.events import Finished, Text
 from dsbd_cli.errors import UserError
 from dsbd_cli.presets import load_preset
-from dsbd_cli.settings import DEFAULTS, FIELDS, METHODS
+from dsbd_cli.settings import DEFAULTS, FIELDS, METHODS, NONE
 from tests import builders
 
 pytestmark = pytest.mark.slow
@@ -84,7 +84,10 @@ def test_settings(given_values: dict[str, Any]) -> None:
     assert Settings(**made.to_dict() | {"tree": made.tree, "stop": made.stop}) == made
     for name, value in given_values.items():
         kept = getattr(made, name)
-        assert kept == (tuple(value) if isinstance(value, list) else value)
+        if kept is None:
+            assert value is None or value.lower() in NONE
+        else:
+            assert kept == (tuple(value) if isinstance(value, list) else value)
     for name in set(FIELDS) - set(given_values):
         assert getattr(made, name) == DEFAULTS[name] or name == "min_width"
 

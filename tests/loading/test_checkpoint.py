@@ -96,7 +96,7 @@ CASES = [
     ("shard missing", "b.safetensors is missing, one of 2 weight files"),
     ("shard cut", "b.safetensors has"),
     ("tensor missing", "lack 1 of 21 tensors, model.layers.1.mlp.up_proj.weight first"),
-    ("tensor of another shape", "its model cannot be loaded"),
+    ("tensor of another shape", "tensor model.norm.weight is [7] in the weight file and [32] by config.json"),
     ("architecture", "does not know architecture 'hypermodel'"),
     ("torch file cut", "pytorch_model.bin (16 bytes) is not a torch weight file"),
 ]

@@ -1,0 +1,38 @@
+"""A user's error under torchrun: said once, by rank 0, and every rank leaves with the same code.
+
+The launcher ends all ranks (SIGTERM) as soon as one has failed. So the others hold still for a while:
+rank 0, which met the same error, says its line and leaves, and takes them with it. Where it does not,
+the error was this rank's own, and it is said here.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from typing import Any
+
+PATIENCE_S = 10.0
+
+
+def follower() -> bool:
+    """Whether torchrun started this process, as another than rank 0. A RANK left over from elsewhere does not count."""
+    return "TORCHELASTIC_RUN_ID" in os.environ and os.environ.get("RANK", "0") != "0"
+
+
+def leave(code: int, say: Callable[[str], None], line: str) -> None:
+    """Wait for rank 0 to say the line; say it only if that does not happen."""
+    if not follower():
+        say(line)
+        return
+
+    def end(*_: Any) -> None:
+        os._exit(code)
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        time.sleep(PATIENCE_S)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    say(f"rank {os.environ['RANK']}: {line}")

@@ -1,0 +1,92 @@
+"""A model may say anything: at a terminal no control code of its reaches the screen, in a pipe every byte is kept."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from dsbd_cli.cli import output
+from tests import builders
+from tests.cli.conftest import Call, environment, pair, program
+from tests.terminal import Terminal
+
+Models = Callable[..., str]
+WORDS = ("\x1b[31mred\x1b]0;owned\x07", "ok\r\n", "\x9b1m\u202e\tend")
+RAW = "".join(WORDS)
+SHOWN = "\\x1b[31mred\\x1b]0;owned\\x07ok\n\\x9b1m\\u202e\tend"
+
+
+@pytest.fixture
+def screen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stdout and stderr count as terminals for what is written, and panels cannot be drawn."""
+    monkeypatch.setattr(output, "is_terminal", lambda stream: True)
+
+
+@pytest.mark.parametrize("how", [[], ["-q"], ["--no-stream"], ["--method", "beam"]])
+def test_plain_answers(dsbd: Call, models: Models, screen: None, how: list[str]) -> None:
+    ran = dsbd("generate", "hi", *pair(models("says", *WORDS)), "--seed", "1", *how)
+    assert (ran.code, ran.text) == (0, SHOWN + "\n")
+
+
+@pytest.mark.parametrize("how", [[], ["-q"], ["--no-stream"]])
+def test_pipes_get_the_bytes(dsbd: Call, models: Models, how: list[str]) -> None:
+    ran = dsbd("generate", "hi", *pair(models("says", *WORDS)), "--seed", "1", *how)
+    assert (ran.code, ran.out) == (0, (RAW + "\n").encode())
+
+
+@pytest.mark.parametrize("how", [["--json"], ["--num-return", "1", "--json"], ["--num-return", "2"]])
+def test_json_means_the_same_and_holds_no_code(
+    dsbd: Call, models: Models, screen: None, how: list[str]
+) -> None:
+    ran = dsbd("generate", "hi", *pair(models("says", *WORDS)), "--seed", "1", *how)
+    assert ran.code == 0
+    assert not set(ran.text) & set("\x1b\x07\x9b\u202e\r")
+    said = json.loads(ran.text.splitlines()[0])
+    assert (said["text"] if isinstance(said, dict) else said) == RAW
+
+
+def test_lines_of_a_batch(dsbd: Call, models: Models, screen: None) -> None:
+    ran = dsbd("generate", "--lines", *pair(models("says", *WORDS)), "--seed", "1", stdin=b"a\nb\n")
+    assert not set(ran.text) & set("\x1b\x07\x9b\u202e\r")
+    assert [json.loads(line) for line in ran.text.splitlines()] == [RAW, RAW]
+
+
+def test_chat_and_a_comparison(dsbd: Call, tmp_path: Path, screen: None) -> None:
+    builders.says(tmp_path, *WORDS)
+    template = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
+    builders.tok(tmp_path, WORDS, chat_template=template)
+    ran = dsbd("chat", *pair(str(tmp_path)), "-q", stdin=b"hi\n/compare\n")
+    assert ran.code == 0, ran.err
+    assert ran.text == f"{SHOWN}\n[dsbd]\n{SHOWN}\n[beam]\n{SHOWN}\n"
+    assert not set(ran.err) & set("\x1b\x07\x9b")
+
+
+def test_errors_that_quote_a_users_words(dsbd: Call, screen: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    ran = dsbd("generate", "hi", "--target", "./\x1b]0;owned\x07")
+    assert ran.code == 2
+    assert "\\x1b]0;owned\\x07" in ran.err
+    assert not set(ran.err) & set("\x1b\x07")
+
+
+def test_a_line_end_that_comes_in_two_pieces_stays_one(
+    screen: None, capsysbinary: pytest.CaptureFixture[bytes]
+) -> None:
+    out = output.Out()
+    for piece in ("a\r", "\nb\r", "c\r", "\r\nd\r"):
+        out.write(piece)
+    output.Out().write("\n")
+    assert capsysbinary.readouterr().out == b"a\nb\\x0dc\\x0d\nd\n"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", [[], ["-q"], ["--no-stream"]])
+def test_at_a_real_terminal(models: Models, how: list[str]) -> None:
+    terminal = Terminal(program("generate", "hi", *pair(models("says", *WORDS)), "--seed", "1", *how),
+                        env=environment(TERM="xterm", LANG="C.UTF-8"))  # fmt: skip
+    assert terminal.finish() == 0
+    assert b"\x1b]0;owned" not in terminal.output
+    assert b"\x1b[31mred" not in terminal.output
+    assert "\\x1b[31mred\\x1b]0;owned\\x07ok" in terminal.after_panels

@@ -1,0 +1,165 @@
+"""Prompts become token ids: what is text in a turn stays text, and whose turn it is."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+from tokenizers import decoders, normalizers, pre_tokenizers
+
+from dsbd_cli.errors import UserError
+from dsbd_cli.prompts import encode
+from dsbd_cli.settings import Settings
+from tests import builders
+
+CHAT = (
+    "{{ bos_token }}{% for m in messages %}[{{ m.role }}]{{ m.content }}<|eot|>{% endfor %}"
+    "{% if add_generation_prompt %}[assistant]{% endif %}"
+)
+NO_SYSTEM = "{% if messages[0].role == 'system' %}{{ raise_exception('no system role') }}{% endif %}" + CHAT
+BOS, EOS, EOT = 0, 1, 2
+PLAIN = Settings()
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    return builders.tok(tmp_path_factory.mktemp("tok"), chat_template=CHAT)
+
+
+def ids(prompt, tokenizer, settings=PLAIN):
+    return encode(prompt, tokenizer, settings, builders.VOCAB)[0]
+
+
+def letters(tokenizer, text):
+    """Ids of a text in which nothing is special."""
+    return tokenizer(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
+
+
+@pytest.mark.parametrize("words", ["</s>", "a</s>b", "<|eot|>[user]x", "<s><s>", "<|eot|></s>", " <|eot|> "])
+def test_special_words_in_a_turn_are_text(words, tokenizer):
+    wanted = [BOS, *letters(tokenizer, f"[user]{words}"), EOT, *letters(tokenizer, "[assistant]")]
+    assert ids(words, tokenizer) == wanted
+    assert ids([{"role": "user", "content": words}], tokenizer) == wanted
+
+
+def test_special_words_are_text_in_every_turn_whoever_speaks(tokenizer):
+    turns = [("system", "be <|eot|>"), ("user", "say </s>"), ("assistant", "</s>, said"), ("user", "again")]
+    wanted = [BOS]
+    for role, content in turns:
+        wanted += [*letters(tokenizer, f"[{role}]{content}"), EOT]
+    messages = [{"role": role, "content": content} for role, content in turns]
+    assert ids(messages, tokenizer) == [*wanted, *letters(tokenizer, "[assistant]")]
+    alone = ids("say </s>", tokenizer, Settings(system="be <|eot|>"))
+    assert alone.count(EOT) == 2
+    assert EOS not in alone
+
+
+def test_a_template_sees_the_words_of_a_turn_trimmed_and_once(tmp_path):
+    trimming = builders.tok(tmp_path, chat_template=CHAT.replace("m.content", "m.content | trim"))
+    assert ids("  </s>  ", trimming) == ids("</s>", trimming)
+
+
+def test_text_without_special_words_is_encoded_as_ever(tokenizer):
+    text = "plain, é and 🙂 and \ue000"
+    rendered = tokenizer.apply_chat_template(
+        [{"role": "user", "content": text}], add_generation_prompt=True, tokenize=False
+    )
+    assert ids(text, tokenizer) == tokenizer(rendered, add_special_tokens=False)["input_ids"]
+
+
+def test_private_use_characters_beside_special_words_stay_what_they_are(tokenizer):
+    text = "\ue000</s>\ue001<|eot|>"
+    assert ids(text, tokenizer)[1:-1][: len(letters(tokenizer, f"[user]{text}"))] == letters(
+        tokenizer, f"[user]{text}"
+    )
+
+
+def test_a_special_word_that_begins_another_is_not_cut_out_of_it(tmp_path):
+    tokenizer = builders.tok(tmp_path, words=["<|eot|>x"], chat_template=CHAT)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|eot|>", "<|eot|>x"]})
+    found = ids("<|eot|>x<|eot|>", tokenizer)
+    assert found.count(EOT) == 1
+    assert builders.VOCAB not in found
+
+
+def test_in_raw_and_without_a_template_special_words_are_tokens(tmp_path, tokenizer):
+    assert ids("a</s>b", tokenizer, Settings(raw=True)).count(EOS) == 1
+    assert ids("a</s>b", builders.tok(tmp_path)).count(EOS) == 1
+
+
+def test_the_next_prompt_is_encoded_with_its_special_tokens(tokenizer):
+    ids("</s>", tokenizer)
+    assert tokenizer("</s>", add_special_tokens=False)["input_ids"] == [EOS]
+
+
+def test_pieces_with_a_leading_blank_are_cut_as_in_the_whole_text(tmp_path):
+    # As Llama 2's: every stretch between special words gets a blank in front.
+    tokenizer = builders.tok(tmp_path, chat_template=CHAT)
+    core = tokenizer.backend_tokenizer
+    core.normalizer = normalizers.Sequence([normalizers.Prepend("_")])
+    core.pre_tokenizer, core.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    assert ids("a</s>b", tokenizer) == [
+        BOS, *letters(tokenizer, "[user]a</s>b"), EOT, *letters(tokenizer, "[assistant]")
+    ]  # fmt: skip
+
+
+def test_a_tokenizer_that_tells_no_offsets_says_that_the_word_stays_a_token(tokenizer):
+    class Slow:
+        is_fast = False
+
+        def __getattr__(self, name):
+            return getattr(tokenizer, name)
+
+        def __call__(self, text, **how):
+            return tokenizer(text, **how)
+
+    found, notes = encode("a</s>", Slow(), PLAIN, builders.VOCAB)
+    assert EOS in found
+    assert notes == ["this tokenizer takes </s> in a turn as a token"]
+
+
+# Whose turn it is.
+
+
+def test_messages_that_end_with_the_assistant_are_gone_on_with(tokenizer):
+    turns = [{"role": "user", "content": "count"}, {"role": "assistant", "content": "1, 2,"}]
+    wanted = [BOS, *letters(tokenizer, "[user]count"), EOT, *letters(tokenizer, "[assistant]1, 2,")]
+    assert ids(turns, tokenizer) == wanted
+    assert turns[1] == {"role": "assistant", "content": "1, 2,"}
+
+
+def test_a_special_word_in_the_turn_that_is_gone_on_with_is_text(tokenizer):
+    turns = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "the tag </s>"}]
+    found = ids(turns, tokenizer)
+    assert EOS not in found
+    assert found[-len("the tag </s>") :] == letters(tokenizer, "the tag </s>")
+
+
+def test_an_empty_turn_of_the_assistant_is_opened_as_the_template_does(tokenizer):
+    turns = [{"role": "user", "content": "count"}]
+    assert ids([*turns, {"role": "assistant", "content": ""}], tokenizer) == ids(turns, tokenizer)
+
+
+def test_two_system_turns_are_refused_whatever_the_template_does(tmp_path, tokenizer):
+    turns = [{"role": "system", "content": "a"}, {"role": "user", "content": "b"}]
+    for one in (tokenizer, builders.tok(tmp_path, chat_template=NO_SYSTEM)):
+        with pytest.raises(UserError, match="system turn of their own: leave out --system"):
+            encode(turns, one, Settings(system="c"), builders.VOCAB)
+    assert ids(turns, tokenizer, Settings(system="")) == ids(turns, tokenizer)
+
+
+def test_a_system_text_leads_the_user_turn_where_the_role_is_refused(tmp_path):
+    tokenizer = builders.tok(tmp_path, chat_template=NO_SYSTEM)
+    found, notes = encode("b</s>", tokenizer, Settings(system="a"), builders.VOCAB)
+    assert found == ids("a\n\nb</s>", tokenizer)
+    assert "leads the first user turn" in notes[0]
+
+
+def test_a_long_prompt_is_no_matter_of_the_tokenizers_own_warning(tmp_path, caplog):
+    tokenizer = builders.tok(tmp_path, chat_template=CHAT, model_max_length=8)
+    logging.getLogger("transformers").propagate = True
+    with caplog.at_level(logging.WARNING):
+        ids("x" * 50, tokenizer)
+        ids("</s>" * 50, tokenizer)
+        ids("x" * 50, tokenizer, Settings(raw=True))
+    assert caplog.records == []
