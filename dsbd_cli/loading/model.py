@@ -42,8 +42,7 @@ class LoadedModel:
 
 
 def describe(model: Any, source: Source) -> LoadedModel:
-    """The record of a model that is loaded."""
-    model.eval()
+    """The record of a model that is loaded, and in eval mode."""
     head = model.get_output_embeddings()
     rows = head.weight.shape[0] if head is not None else model.config.get_text_config().vocab_size
     refusal = architecture.tree_refusal(model.config)
@@ -124,7 +123,7 @@ def load_weights(
     if lacking:
         raise UserError(f"{place.role} {place.source.name}: its weight files lack {len(lacking)} of {len(real)} "
                         f"tensors, {lacking[0]} first: fetch the checkpoint again")  # fmt: skip
-    return describe(model, place.source)
+    return describe(model.eval(), place.source)
 
 
 def _quantization(name: str, dtype: torch.dtype) -> Any:
