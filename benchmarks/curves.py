@@ -31,8 +31,7 @@ from dsbd_cli.bench.arms import Arm, build_arms
 from dsbd_cli.bench.hf import synchronize
 from dsbd_cli.bench.measure import PairBackend
 from dsbd_cli.decoder import Decoder
-from dsbd_cli.decoding.model.hf_model import HfTreeModel
-from dsbd_cli.decoding.tree.sequences import Trie
+from dsbd_cli.decoding import HfTreeModel, Trie
 from dsbd_cli.errors import DsbdError, UserError
 from dsbd_cli.settings import Settings
 

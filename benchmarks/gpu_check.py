@@ -27,12 +27,18 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
+from dsbd_cli.decoding import (
+    HfTreeModel,
+    Node,
+    SeededSampler,
+    Trie,
+    decode,
+    draft_processor,
+    start,
+    top_n_needed,
+)
 from dsbd_cli.decoding.forward.graphs import node_bucket
 from dsbd_cli.decoding.forward.logits import log_probabilities
-from dsbd_cli.decoding.law.distribution import SeededSampler
-from dsbd_cli.decoding.methods import decode, draft_processor, start, top_n_needed
-from dsbd_cli.decoding.model.hf_model import HfTreeModel
-from dsbd_cli.decoding.tree.sequences import Node, Trie
 from dsbd_cli.settings import Settings
 
 # hidden, intermediate, layers, heads, key/value heads, vocabulary, tied

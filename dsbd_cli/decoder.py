@@ -8,12 +8,25 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from dsbd_cli.decoding.law.distribution import SeededSampler
-from dsbd_cli.decoding.methods import decode, draft_processor, start, top_n_needed
-from dsbd_cli.decoding.methods.dsbd import Run
-from dsbd_cli.decoding.model.hf_model import HfTreeModel
-from dsbd_cli.decoding.tree.events import Event, Finished, Iteration, Layer, Notice, Prefilled, Text
-from dsbd_cli.decoding.tree.sequences import Node, Trie, common_ancestor
+from dsbd_cli.decoding import (
+    Event,
+    Finished,
+    HfTreeModel,
+    Iteration,
+    Layer,
+    Node,
+    Notice,
+    Prefilled,
+    Run,
+    SeededSampler,
+    Text,
+    Trie,
+    common_ancestor,
+    decode,
+    draft_processor,
+    start,
+    top_n_needed,
+)
 from dsbd_cli.energy import EnergyMeter
 from dsbd_cli.errors import UserError
 from dsbd_cli.loading import LoadedModel, Pair, PairSpec, load_pair

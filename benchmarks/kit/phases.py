@@ -15,9 +15,8 @@ import torch
 from dsbd_cli.bench.arms import Arm
 from dsbd_cli.bench.hf import synchronize
 from dsbd_cli.decoder import Decoder
+from dsbd_cli.decoding import Iteration, Run
 from dsbd_cli.decoding.device.pipeline import Chain
-from dsbd_cli.decoding.methods.dsbd import Run
-from dsbd_cli.decoding.tree.events import Iteration
 
 PARTS = ("draft", "target", "verify", "rest")
 

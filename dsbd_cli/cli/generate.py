@@ -20,7 +20,7 @@ from dsbd_cli.settings import broken
 from dsbd_cli.ui.look import is_terminal, panel_stream
 
 if TYPE_CHECKING:
-    from dsbd_cli.decoding.tree.events import Event
+    from dsbd_cli.decoding import Event
     from dsbd_cli.result import Result
 
 BOM = codecs.BOM_UTF8  # what Windows editors put before a text; no part of a prompt
@@ -165,7 +165,7 @@ def plain(
     A run that is cut short ends its line; what it had confirmed is printed then, if not before
     (`keep`).
     """
-    from dsbd_cli.decoding.tree.events import Finished, Notice, Prefilled, Text
+    from dsbd_cli.decoding import Finished, Notice, Prefilled, Text
 
     out, confirmed = Out(), ""
     try:

@@ -17,15 +17,14 @@ import torch
 from torch import Tensor
 
 from dsbd_cli.decoder import Decoder
-from dsbd_cli.decoding.methods import DRAFTING
-from dsbd_cli.decoding.tree.events import Finished, Notice, Text
+from dsbd_cli.decoding import Finished, Notice, Text
 from dsbd_cli.errors import UserError
 from dsbd_cli.hf.call import running_call
 from dsbd_cli.hf.inputs import check_model, prompts
 from dsbd_cli.hf.kept import Ids, decoder_for, evaluated, forget, kept, tell
 from dsbd_cli.hf.options import Options, read_options
 from dsbd_cli.result import Result
-from dsbd_cli.settings import DEFAULTS, Settings
+from dsbd_cli.settings import DEFAULTS, DRAFTING, Settings
 
 __all__ = ["forget", "generate"]
 

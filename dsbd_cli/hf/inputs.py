@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dsbd_cli.decoding.forward.plain import at_home
+from dsbd_cli.decoding import at_home
 from dsbd_cli.errors import UserError
 
 _CACHES = ("past_key_values", "cache", "cache_params")

@@ -9,8 +9,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from dsbd_cli.decoder import Decoder
-from dsbd_cli.decoding.forward.backends import why_not_fused
-from dsbd_cli.decoding.forward.plain import FAMILIES, fingerprint
+from dsbd_cli.decoding import FAMILIES, fingerprint, why_not_fused
 from dsbd_cli.loading import LoadedModel, Pair
 
 _KEPT = "_dsbd_kept"
@@ -76,9 +75,7 @@ def evaluated(*models: Any) -> Iterator[None]:
 
     Flags only: a `train` method of a module's own may do more, such as merging an adapter.
     """
-    flags = [
-        (module, module.training) for model in models if model is not None for module in model.modules()
-    ]
+    flags = [(module, module.training) for model in models if model is not None for module in model.modules()]
     try:
         for module, _ in flags:
             module.training = False

@@ -106,7 +106,9 @@ def _refuse_modes(config: Any, call: Call) -> None:
     if getattr(config, "use_mtp", None):
         raise UserError("use_mtp is not offered: the draft is draft_model")
     if getattr(config, "cache_implementation", None) == "quantized":
-        raise UserError("cache_implementation='quantized' is not offered: keys and values keep the model's dtype")
+        raise UserError(
+            "cache_implementation='quantized' is not offered: keys and values keep the model's dtype"
+        )
 
 
 def _width(beams: int, width: int | None, method: str, call: Call, checkpoint: Any) -> int:
@@ -162,12 +164,12 @@ def _warp(processors: Iterable[Any], beams: int, *, harmless: bool, sample: bool
         name = type(entry).__name__
         if type(entry) not in order:
             way_out = f"; {_OFF[name]} leaves it out" if name in _OFF else ""
-            raise UserError(
-                f"{name} is not offered: it would change the target's law between beams{way_out}"
-            )
+            raise UserError(f"{name} is not offered: it would change the target's law between beams{way_out}")
         place = order.index(type(entry))
         if not sample and not harmless:
-            raise UserError(f"{name} beside do_sample=False is not offered: it would change the beams' scores")
+            raise UserError(
+                f"{name} beside do_sample=False is not offered: it would change the beams' scores"
+            )
         if place <= last:
             raise UserError("temperature, top-k and top-p are applied once each, in this order")
         last = place

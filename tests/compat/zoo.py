@@ -96,7 +96,9 @@ def build(name: str, seed: int = 0) -> Any:
     except ImportError as error:
         raise ValueError(str(error).strip().splitlines()[0]) from error
     except Exception as error:
-        raise ValueError(f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}") from error
+        raise ValueError(
+            f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
+        ) from error
     with torch.no_grad():
         for weight in model.parameters():
             if weight.dim() > 1 and weight.is_floating_point():

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from dsbd_cli.decoding.law.distribution import Sampler, Support
-from dsbd_cli.decoding.methods import decode, start
 from dsbd_cli.decoding.methods.dsbd import Run, accept_layers, cover_layers
+from dsbd_cli.decoding.methods.setup import decode, start
 from dsbd_cli.decoding.tree.events import Iteration, Layer
 from dsbd_cli.decoding.tree.sequences import DraftLayer, Forest, Node, Trie
 from dsbd_cli.settings import Settings

@@ -15,7 +15,7 @@ from dsbd_cli.decoding.device.chain_iteration import DeviceChain
 from dsbd_cli.decoding.device.law_torch import best_layer, draft_layer
 from dsbd_cli.decoding.device.proposer import DeviceProposer
 from dsbd_cli.decoding.law.distribution import LogitsProcessor, Row, SeededSampler, joint, most_probable
-from dsbd_cli.decoding.methods import decode, draft_processor, start, top_n_needed
+from dsbd_cli.decoding.methods.setup import decode, draft_processor, start, top_n_needed
 from dsbd_cli.decoding.model.hf_model import HfTreeModel
 from dsbd_cli.decoding.tree.sequences import Node, Trie
 from dsbd_cli.errors import RunError
@@ -188,7 +188,7 @@ def test_nothing_leaks_from_what_was_reserved(pair, way, stop):
                     node = node.parent
         for model, nodes in zip(models, known, strict=True):
             # The next iteration is under way: its plan is entered, its forest has reserved space.
-            reserved = model.pool.reserved
+            reserved = sum(len(each.slots) for each in model.pool._reservations)
             assert model.pool.slots.live - reserved == len(PROMPT) + len(nodes)
             rows = model.pool.masks.table.shape[0]
             assert rows - 1 - len(model.pool.masks._free) - reserved == len(model.pool._open)

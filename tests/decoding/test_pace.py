@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from dsbd_cli.decoding.law.distribution import SeededSampler, Support, most_probable
-from dsbd_cli.decoding.methods import forest_mass
 from dsbd_cli.decoding.methods.proposers import DraftLength
+from dsbd_cli.decoding.methods.setup import forest_mass
 from tests.decoding.enumerating import total_variation
 from tests.decoding.harness import Toy, settings_for
 from tests.decoding.reference import T

@@ -105,7 +105,9 @@ class Program:
             )
         else:
             self.handles.append(
-                module.register_forward_pre_hook(lambda m, args: (args[0] * size, *args[1:]) if args else None)
+                module.register_forward_pre_hook(
+                    lambda m, args: (args[0] * size, *args[1:]) if args else None
+                )
             )
 
     def unhook(self) -> None:
@@ -171,7 +173,11 @@ class Program:
     def add(self) -> None:
         from peft import IA3Config, LoraConfig, TaskType, get_peft_model
 
-        if self.off is not None or self.merged or any(parametrize.is_parametrized(m) for m in self.model.modules()):
+        if (
+            self.off is not None
+            or self.merged
+            or any(parametrize.is_parametrized(m) for m in self.model.modules())
+        ):
             return
         targets, forwards = _TARGETS.get(self.kind, (["q_proj", "v_proj"], ["down_proj"]))
         which = self.dice.choice(("lora", "dora", "lora", "ia3"))

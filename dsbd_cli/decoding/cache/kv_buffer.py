@@ -73,6 +73,13 @@ class Slots:
         self._taken.extend(bytes(capacity - self.capacity))
         self.capacity = capacity
 
+    def capacity_for(self, count: int) -> int:
+        """The capacity, doubled until `count` slots and those in use fit."""
+        capacity = self.capacity
+        while capacity < count + self.live:
+            capacity *= 2
+        return capacity
+
     def reset_peak(self) -> None:
         self.peak = self.live
 

@@ -78,6 +78,7 @@ class HfTreeModel:
         self.device, self.dtype = module.device, module.dtype
         self.max_positions = max_positions or getattr(model, "max_positions", None) or context_limit(module)
         self.calls = 0
+        self._root = Node(-1, None)
         self.notes: list[str] = []
         self.rows = LogitStore(f"the {role} model ({self.name})", self.dtype, vocab_size)
         self._graphs: GraphForward | None = None
@@ -134,7 +135,9 @@ class HfTreeModel:
     @property
     def max_depth(self) -> int | None:
         """Depth of the deepest node that the context limit leaves room for."""
-        return None if self.max_positions is None else self.max_positions - len(self.pool.prompt)
+        return (
+            None if self.max_positions is None else self.max_positions - self.pool.prompt_length(self._root)
+        )
 
     @property
     def slots_peak(self) -> int:
@@ -170,9 +173,7 @@ class HfTreeModel:
     # TreeModel.
 
     @torch.inference_mode()
-    def prefill(
-        self, ids: Sequence[int], root: Node, *, top_n: int = 0, reuse: bool = True, room: int = 0
-    ) -> None:
+    def prefill(self, ids: Sequence[int], root: Node, *, top_n: int = 0, reuse: bool = True) -> None:
         """Start a new tree behind the prompt `ids` (at least one), in one pass.
 
         Args:
@@ -180,7 +181,6 @@ class HfTreeModel:
             root: the node that stands for them; known afterwards.
             top_n: how many best entries of each row will be asked for; 0 keeps whole rows.
             reuse: take over the prefix that the last prompt or its answer shares with this one.
-            room: slots to have ready beyond the prompt, so that buffers need not grow later.
         """
         self.require_tree()
         if self._graphs is not None and self.device.type == "cuda":
@@ -191,15 +191,16 @@ class HfTreeModel:
             # Masked keys and values have weight 0, but 0 x NaN is NaN: leave nothing of a broken run.
             self.pool.cache.clear()
         kept = self.pool.shared_prefix(ids) if reuse and not self.rows.tainted else []
-        self.pool.start(ids, root, kept, room)
+        self._root = root
+        self.pool.start(ids, root, kept)
         self.rows.start(top_n)
         self.calls = 0
         logits = torch.zeros(0)
         for begin in range(len(kept), len(ids), _CHUNK):
-            plan = self.pool.prompt_plan(begin, min(begin + _CHUNK, len(ids)))
+            plan = self.pool.prompt_plan(root, begin, min(begin + _CHUNK, len(ids)))
             slots = torch.tensor(plan.slots, device=self.device)
             end = begin + len(plan)
-            if self._forward.needs_no_mask(begin) and self.pool.straight(end):
+            if self._forward.needs_no_mask(begin) and self.pool.straight(root, end):
                 mask = None
                 self.pool.masks.see(plan.mask_rows[0], slots)
             else:
