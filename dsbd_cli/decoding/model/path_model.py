@@ -21,10 +21,6 @@ from dsbd_cli.decoding.forward.logits import LogitStore
 from dsbd_cli.decoding.law.distribution import LogitsProcessor, Support
 from dsbd_cli.decoding.tree.sequences import Node
 
-# Rounding allowed between a step with a cache and a whole forward, as a part of the largest logit.
-_ROUNDING = 1e-3
-_HALF_ROUNDING = 5e-2
-
 
 class PathModel:
     """One model over one sequence (`decoding.model.TreeModel`, for methods that keep one beam).
@@ -72,12 +68,12 @@ class PathModel:
         return None if self.max_positions is None else self.max_positions - self._prompt
 
     def require_tree(self) -> None:
-        """Find out, once, whether the model's cache can be trusted."""
+        """Find out, once, whether the model runs with a cache."""
         if self._checked:
             return
         self._checked = True
         self.notes.append(f"{self.role}: decoded path by path with its own forward")
-        if not self._cache_agrees():
+        if not self._runs_cached():
             self._steps.cached = False
             self.notes[-1] += ", without a cache: each token costs a forward over the whole text"
 
@@ -122,20 +118,14 @@ class PathModel:
         self.rows.keep(set(leaves))
 
     @torch.inference_mode()
-    def _cache_agrees(self) -> bool:
-        """Two steps with the cache against forwards over all tokens."""
-        ids = [(7 * i + 3) % self.vocab_size for i in range(6)]
-        half = self.model.dtype not in (torch.float32, torch.float64)
+    def _runs_cached(self) -> bool:
+        ids = [(7 * i + 3) % self.vocab_size for i in range(4)]
         try:
-            whole = _Steps(self.model, self.device)
-            whole.cached = False
-            cached = [self._steps.begin(ids[:4]), self._steps.extend(ids[:5]), self._steps.extend(ids)]
-            plain = [whole.begin(ids[: 4 + i]) for i in range(3)]
+            self._steps.begin(ids[:3])
+            self._steps.extend(ids)
         except Exception:  # whatever the modelling code makes of arguments it does not expect
             return False
-        got, expected = torch.cat(cached).float(), torch.cat(plain).float()
-        allowed = (_HALF_ROUNDING if half else _ROUNDING) * max(1.0, float(expected.abs().max()))
-        return bool((got - expected).abs().max() <= allowed)
+        return True
 
 
 class _Steps:
