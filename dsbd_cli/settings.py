@@ -1,4 +1,4 @@
-"""Decoding settings: one frozen record, checked when it is made (design.md sections 1 to 4)."""
+"""Decoding settings: one frozen record, checked when it is made (docs/design.md sections 1 to 4)."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ class Settings:
         width: W, draws per layer and beams kept (ignored by one-beam methods).
         draft_width: W_S, draws (or, for `cover`, distinct continuations) per drafted layer.
         gamma: drafted layers per target call, >= 0.
-        verify: `paper`, `continue` or `cover` (design.md section 3).
-        threshold: t of the dynamic width in (0, 1], or None for a fixed width (section 4).
+        verify: `paper`, `continue` or `cover` (docs/design.md section 3).
+        threshold: t of the dynamic width in (0, 1], or None for a fixed width (docs/design.md section 4).
         min_width: W_min, 1 <= W_min <= width.
         forest: `adaptive`: on a CPU as many layers and nodes as recently paid, gamma and W_S at most; `full`:
             always gamma layers of W_S (a GPU drafts them anyway).
@@ -44,7 +44,7 @@ class Settings:
         temperature, top_k, top_p: T, acting once on the joint; 0 = argmax, 0 = off, 1 = off.
         max_new_tokens: budget of generated tokens, EOS counted.
         length_penalty: alpha of score = l / len**alpha.
-        early_stopping: `first`, `heuristic` or `never` (section 1).
+        early_stopping: `first`, `heuristic` or `never` (docs/design.md section 1).
         stop: stop strings, matched on text across token borders.
         system, raw: system turn; no chat template.
         seed: None draws one, and the result reports it.
@@ -157,6 +157,17 @@ class Settings:
             "tree": list(self.tree) if self.tree else None,
             "stop": list(self.stop),
         }
+
+
+def never_passes(settings: Settings) -> str | None:
+    """A note where these settings can never pass a drafted layer; None where they can."""
+    most = settings.width if settings.threshold is None else settings.min_width
+    if settings.method != "dsbd" or settings.verify != "paper" or settings.draft_width >= most:
+        return None
+    return (
+        f"draft-width {settings.draft_width} is below the {most} draws that a layer needs: under `paper` no "
+        f"drafted layer can pass, so nothing is gained by drafting; give draft-width {most} or more"
+    )
 
 
 def broken(text: str) -> bool:

@@ -207,8 +207,9 @@ def print_stats(result: Result) -> None:
     """The statistics as `name value` lines on stderr; unknown values say n/a."""
     from dataclasses import asdict
 
-    for name, value in asdict(result.stats).items():
-        if name in ("widths", "distinct_widths"):
+    stats = asdict(result.stats)
+    for name, value in [*stats.items(), *stats["paths"].items()]:
+        if name in ("widths", "distinct_widths", "paths"):
             continue
         shown = "n/a" if value is None else f"{value:.4g}" if isinstance(value, float) else value
         print(f"{name:24} {shown}", file=sys.stderr)

@@ -96,7 +96,7 @@ def generate(
         if streamer is not None and (len(texts) > 1 or options.copies > 1):
             raise UserError("a streamer takes one prompt and one sequence")
         with kept(model).lock, evaluated(model, draft):
-            decoder = decoder_for(model, draft, options.eos_ids)
+            decoder = decoder_for(model, draft, options.eos_ids, options.settings)
             _check_context(decoder, texts, options)
             results = []
             for row, ids in enumerate(texts):
@@ -110,12 +110,12 @@ def generate(
 
 def _check_context(decoder: Decoder, texts: list[list[int]], options: Options) -> None:
     """A run that the context would cut short is refused: transformers' own would go on."""
-    limit = decoder.target.max_positions
     asked = options.settings.max_new_tokens
     for ids in texts:
+        limit = decoder.target.limit_for(len(ids))
         if limit is not None and len(ids) + asked > limit:
             raise UserError(
-                f"a prompt of {len(ids)} tokens and {asked} new ones go beyond the target's context of {limit}: "
+                f"a prompt of {len(ids)} tokens and {asked} new ones go beyond the {limit} that the target serves them with: "
                 f"give max_new_tokens={max(0, limit - len(ids))} or less"
             )
 

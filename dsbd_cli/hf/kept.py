@@ -11,6 +11,7 @@ from typing import Any
 from dsbd_cli.decoder import Decoder
 from dsbd_cli.decoding import FAMILIES, fingerprint, why_not_fused
 from dsbd_cli.loading import LoadedModel, Pair
+from dsbd_cli.settings import Settings
 
 _KEPT = "_dsbd_kept"
 _MAKING = threading.Lock()
@@ -42,11 +43,16 @@ def kept(model: Any) -> Kept:
     return found
 
 
-def decoder_for(model: Any, draft: Any, eos_ids: tuple[int, ...]) -> Decoder:
-    """A decoder for these two as they are now."""
+def decoder_for(model: Any, draft: Any, eos_ids: tuple[int, ...], settings: Settings) -> Decoder:
+    """A decoder for these two as they are now, ready for `settings`.
+
+    Raises:
+        UserError: the architecture does not serve the method.
+    """
     place = kept(model)
     state = _state(model, draft, eos_ids)
     if place.decoder is not None and place.state == state:
+        place.decoder.ready(settings)
         return place.decoder
     place.decoder = None  # its memory first
     target = _loaded(model, "target")
@@ -57,7 +63,7 @@ def decoder_for(model: Any, draft: Any, eos_ids: tuple[int, ...]) -> Decoder:
         reason = None if one is None else why_not_fused(one)
         if reason is not None and type(one).__name__ in FAMILIES:
             tell([f"{role}: the model's own forward decodes it, which is slower: {reason}"])
-    decoder.target.require_tree()
+    decoder.ready(settings)
     # Preparing may move weights into larger blocks: what counts is how they lie now.
     place.state, place.decoder = _state(model, draft, eos_ids), decoder
     return decoder

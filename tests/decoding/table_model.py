@@ -104,6 +104,9 @@ class TableModel:
             self.forwarded.append(len(new))
             self._held |= new
 
+    def begin(self, nodes: Iterable[Node]) -> None:
+        """A table has no device to work ahead on."""
+
     def has_logits(self, node: Node) -> bool:
         return node in self._known
 

@@ -1,6 +1,6 @@
 """What the paper and its script print, put in the engine's place: each must fail the laws clearly.
 
-So nobody "fixes" the code back (design.md section 7), and the laws of the other tests have teeth.
+So nobody "fixes" the code back (docs/design.md section 7), and the laws of the other tests have teeth.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A forward over a tree is a forward over each of its paths, on one pool, for every served family (G05)."""
+"""A forward over a tree is a forward over each of its paths, on one pool, for every served family."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One key/value buffer a model, in which every sequence of the run shares its slots (design.md section 5).
+"""One key/value buffer a model, in which every sequence of the run shares its slots (docs/design.md section 5).
 
 A node owns one slot, a sequence is a set of slots, and a mask says who sees whom. Positions are
 applied before caching, so slots need no order: dropping a beam frees its slots and moves nothing.

@@ -1,7 +1,7 @@
 """From logits to what the law asks: raw log-probabilities, the top-n of each node on the host, and their store.
 
 Where top-k bounds the joint, only each node's `top_n` best tokens leave the device; else its full
-logits stay where the forward put them, and the joint is built there (design.md section 1).
+logits stay where the forward put them, and the joint is built there (docs/design.md section 1).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The dynamic width: how many draws a layer is worth, from p and q alone (design.md section 4). numpy only.
+"""The dynamic width: how many draws a layer is worth, from p and q alone (docs/design.md section 4). numpy only.
 
 A width that is a function of (p, q) and never of the draws keeps every slot an exact draw of p.
 """

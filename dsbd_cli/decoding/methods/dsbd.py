@@ -12,21 +12,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from dsbd_cli.decoding.law.distribution import Support
-from dsbd_cli.decoding.law.verification import Verified, accept_draws, align, cover, keys
+from dsbd_cli.decoding.law.verification import Verified, accept_draws, align, cover, covered, keys
 from dsbd_cli.decoding.law.width import ThresholdWidth
 from dsbd_cli.decoding.methods.proposers import DraftLength, Proposer
-from dsbd_cli.decoding.model.protocol import TreeModel
+from dsbd_cli.decoding.model.protocol import Engine, TreeModel
 from dsbd_cli.decoding.tree.events import Iteration, Layer
 from dsbd_cli.decoding.tree.request import Request
 from dsbd_cli.decoding.tree.sequences import DraftLayer, Forest, Node
-
-if TYPE_CHECKING:
-    from dsbd_cli.decoding.device.pipeline import Chain
 
 
 @dataclass(kw_only=True)
@@ -40,7 +36,7 @@ class Run(Request):
         kv_one: the memory-constrained mode.
         keep_answer: leave the best finished sequence in the caches, for a prompt that goes on from it.
         draft_length: how many layers are worth drafting, or None for always gamma.
-        chain: runs `cover` iterations on the device, verification included, or None.
+        engine: runs `cover` iterations on the device, verification included, or None.
     """
 
     target: TreeModel
@@ -49,7 +45,7 @@ class Run(Request):
     kv_one: bool = False
     keep_answer: bool = False
     draft_length: DraftLength | None = None
-    chain: Chain | None = None
+    engine: Engine | None = None
     _layers: list[Layer] = field(default_factory=list)
 
     def propose(self) -> Forest:
@@ -65,20 +61,19 @@ class Run(Request):
         """Layers to draft: the last one of a sequence is drawn from logits already there, so budget less one."""
         return min(self.gamma, self.trie.budget - self.hypotheses.active[0].depth - 1)
 
-    def look_ahead(self, verify: str) -> None:
-        """Set off what the next iteration of `dsbd` needs, where a device can work on its own.
+    def launch_ahead(self, verify: str) -> None:
+        """Launch what the next iteration of `dsbd` needs, where a device can work on its own.
 
         Text, panels and whatever else is made of this iteration's events then cost no time.
         """
         if self.hypotheses.stopped() or (verify == "cover" and self.logits_known()):
             return
-        if self.chain is not None:
-            self.chain.begin(self.hypotheses.active)
+        if self.engine is not None:
+            self.engine.begin([self])
         elif self.proposer is not None and self._depth() > 0:
-            if (begin := getattr(self.proposer, "begin", None)) is not None:
-                begin(self.hypotheses.active, self._depth())
-        elif (begin := getattr(self.target, "begin", None)) is not None:
-            begin(self.hypotheses.active)
+            self.proposer.begin(self.hypotheses.active, self._depth())
+        else:
+            self.target.begin(self.hypotheses.active)
 
     def advance(self, forest: Forest) -> None:
         """The one target call of an iteration: the beams not computed yet, and the whole forest."""
@@ -117,8 +112,9 @@ class Run(Request):
         if verified is not None:
             verdicts = verified.verdicts
             layer = Layer(
-                tuple(draws), distinct, len(verdicts), sum(verdicts), verdicts, drafted, verified.passed
-            )
+                tuple(draws), distinct, len(verdicts), sum(verdicts), verdicts, drafted, verified.passed,
+                verified.ended,
+            )  # fmt: skip
         self._layers.append(layer)
         return layer
 
@@ -127,11 +123,14 @@ class Run(Request):
         support = self.p_beam()
         return self.commit([self.node(support, i) for i in self.sampler.sample(support.prob, width)])
 
-    def finish_iteration(self, forest: Forest, ahead: str | None = None) -> Iterator[Iteration]:
+    def finish_iteration(
+        self, forest: Forest, ahead: str | None = None, by: Engine | None = None
+    ) -> Iterator[Iteration]:
         """Close an iteration: drop what is dead from the caches, and report.
 
         Args:
-            ahead: the rule by which `dsbd` goes on, if it does: the next iteration is set off first.
+            ahead: the rule by which `dsbd` goes on, if it does: the next iteration is launched first.
+            by: the engine that ran the iteration; it frees its caches itself.
         """
         if self.kv_one:
             self.hypotheses.keep_best_active()
@@ -142,22 +141,20 @@ class Run(Request):
         self._layers.clear()
         best = self.hypotheses.best_finished() if self.keep_answer else None
         leaves = active if best is None else [*active, best]
-        self.target.retain(leaves)
-        if self.proposer is not None:
-            self.proposer.retain(leaves)
+        for cache in (self.target, self.proposer) if by is None else (by,):
+            if cache is not None:
+                cache.retain(leaves)
         if ahead is not None:
-            self.look_ahead(ahead)
+            self.launch_ahead(ahead)
         yield event
 
 
 def dsbd(run: Run, verify: str) -> Iterator[Layer | Iteration]:
     """Decode until the stop rules hold; `verify` is `paper`, `continue` or `cover`."""
-    chain = run.chain
+    engine = run.engine
     while not run.hypotheses.stopped():
-        if chain is not None and (chain.flying or chain.begin(run.hypotheses.active)):
-            from dsbd_cli.decoding.methods.chained import chained
-
-            yield from chained(run, chain)
+        if engine is not None and engine.begin([run]):
+            yield from _engine_iteration(run, engine)
             continue
         # With `cover` the first layer behind the prompt is sampled directly: its target logits are there
         # already, so drafting for it would be wasted.
@@ -165,6 +162,25 @@ def dsbd(run: Run, verify: str) -> Iterator[Layer | Iteration]:
         run.advance(forest)
         yield from cover_layers(run, forest) if verify == "cover" else accept_layers(run, forest, verify)
         yield from run.finish_iteration(forest, verify)
+
+
+def _engine_iteration(run: Run, engine: Engine) -> Iterator[Layer | Iteration]:
+    """One iteration of `cover` that the device drafted and verified, from the random numbers of `cover_layers`."""
+    layers: list[Layer] = []
+
+    def commit(_: Request, draws: list[Node], held: list[bool] | None) -> bool:
+        verified = None
+        if held is not None:
+            # A finished sequence needs no node of the forest.
+            verified = covered(
+                (), [one or (None if node.finish else False) for node, one in zip(draws, held, strict=True)]
+            )
+        layers.append(run.commit(draws, verified, len(layers)))
+        return not run.hypotheses.stopped()
+
+    (forest,) = engine.step([run], commit)
+    yield from layers
+    yield from run.finish_iteration(forest, by=engine)
 
 
 def accept_layers(run: Run, forest: Forest, verify: str) -> Iterator[Layer]:
@@ -222,11 +238,14 @@ def cover_layers(run: Run, forest: Forest) -> Iterator[Layer]:
         support, rule = run.p_beam(), run.dynamic_width
         width = run.width if rule is None else rule.for_cover(_mass_held(run, support, drafted))
         nodes: list[Node] = []
+        inside = frozenset(drafted.draws)
 
-        def held(index: int, support: Support = support, nodes: list[Node] = nodes) -> bool:
+        def held(
+            index: int, support: Support = support, nodes: list[Node] = nodes, inside: frozenset[Node] = inside
+        ) -> bool | None:
             nodes.append(run.node(support, index))
             # A finished sequence needs no node of the forest.
-            return nodes[-1].finish is not None or run.target.has_logits(nodes[-1])
+            return nodes[-1] in inside or (None if nodes[-1].finish else run.target.has_logits(nodes[-1]))
 
         yield run.commit(nodes, cover(support.prob, width, held, run.sampler), depth)
         if run.hypotheses.stopped() or not run.logits_known():

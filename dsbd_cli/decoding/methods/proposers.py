@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from dsbd_cli.decoding.law.distribution import LogitsProcessor, Sampler, most_probable
-from dsbd_cli.decoding.model.protocol import TreeModel
+from dsbd_cli.decoding.model.protocol import TreeModel, draft_room
 from dsbd_cli.decoding.tree.sequences import DraftLayer, Forest, Node, Trie
 
 # What is believed of a layer before any was tried. Measured: more costs short answers a third of their speed.
@@ -22,11 +22,21 @@ class Proposer(Protocol):
 
     exhausted: bool  # the proposer can't go on (out of context): decoding goes on plain, same law
 
+    def begin(self, beams: list[Node], depth: int) -> None:
+        """Launch what `propose` will be asked for next, where a device can work on its own."""
+
     def propose(self, beams: list[Node], depth: int) -> Forest:
         """A forest of at most `depth` layers on the unfinished `beams` (their `score` is known)."""
 
     def retain(self, leaves: list[Node]) -> None:
         """The iteration is over: only `leaves` and their ancestors matter from now on."""
+
+
+class CapturedProposer(Protocol):
+    """A proposer on a device (`device.proposer`), which has no place for every iteration."""
+
+    def falling_back_to(self, host: Proposer) -> Proposer:
+        """This one, with the proposer that it asks where it has no place."""
 
 
 class DraftModelProposer:
@@ -50,10 +60,17 @@ class DraftModelProposer:
         self._width, self._sampler, self._distinct, self._mass = width, sampler, distinct, mass
         self.exhausted = False
 
+    def begin(self, beams: list[Node], depth: int) -> None:
+        """Nothing: the host draws every layer before the next one can be computed."""
+
     def propose(self, beams: list[Node], depth: int) -> Forest:
         layers: list[DraftLayer] = []
         room = draft_room(self._draft, beams)
         self.exhausted = room <= 0
+        # Below a token that the draft does not have, nothing is drafted.
+        beams = [node for node in beams if self._draft.reads(node)]
+        if not beams:
+            return Forest()
         parents, scores = beams, [node.score for node in beams]
         for _ in range(min(depth, room)):
             self._draft.forward(parents)
@@ -76,11 +93,6 @@ class DraftModelProposer:
 
     def retain(self, leaves: list[Node]) -> None:
         self._draft.retain(leaves)
-
-
-def draft_room(draft: TreeModel, beams: list[Node]) -> int:
-    """How many layers the draft's context still allows: layer j forwards nodes of depth beams + j - 1."""
-    return 1 << 30 if draft.max_depth is None else draft.max_depth - beams[0].depth + 1
 
 
 class DraftLength:

@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 from dsbd_cli.decoding.law.distribution import LogitsProcessor, Sampler
 from dsbd_cli.decoding.law.width import ThresholdWidth, width_rule
 from dsbd_cli.decoding.methods.deterministic import beam_search
 from dsbd_cli.decoding.methods.dsbd import Run, dsbd
-from dsbd_cli.decoding.methods.proposers import DraftLength, DraftModelProposer, Proposer
+from dsbd_cli.decoding.methods.proposers import CapturedProposer, DraftLength, DraftModelProposer, Proposer
 from dsbd_cli.decoding.methods.specinfer import TreeProposer, specinfer
-from dsbd_cli.decoding.model.protocol import TreeModel
+from dsbd_cli.decoding.model.protocol import Demand, Engine, TreeModel
 from dsbd_cli.decoding.tree.events import Iteration, Layer
 from dsbd_cli.decoding.tree.sequences import Hypotheses, Trie
 from dsbd_cli.settings import DEFAULT_TREE, DRAFTING, ONE_BEAM_METHODS, Settings
-
-if TYPE_CHECKING:
-    from dsbd_cli.decoding.device.pipeline import Chain
 
 
 def processor_of(settings: Settings) -> LogitsProcessor:
@@ -71,6 +67,38 @@ def forest_mass(settings: Settings) -> float:
     return (1 + settings.top_p) / 2
 
 
+def demand_of(settings: Settings, drafts: bool) -> Demand:
+    """What these settings ask of an engine (`device.engines.Engines.choose`).
+
+    Args:
+        drafts: whether there is a draft to go with the target.
+    """
+    one_beam = settings.method in ONE_BEAM_METHODS
+    width = 1 if one_beam else settings.width
+    plain = not drafts or settings.method not in DRAFTING
+    why_not_pipelined = why_not_captured = ""
+    if not plain and (settings.method != "dsbd" or settings.verify != "cover"):
+        why_not_pipelined = "only the rule cover can run ahead of the host"
+    if settings.method == "dsbd":
+        if width_rule(width, settings.min_width, settings.threshold) is not None:
+            why_not_pipelined = "the width is dynamic"
+        if settings.kv == "one":
+            why_not_pipelined = "one beam is kept"
+    if settings.deterministic:
+        why_not_pipelined = "the host decides the deterministic mode"
+    if plain or settings.method == "specinfer":
+        why_not_captured = "nothing is drafted" if plain else "the host drafts token trees"
+    return Demand(
+        width=width,
+        draft_width=0 if plain else 1 if one_beam else settings.draft_width,
+        gamma=0 if plain else settings.gamma,
+        processor=processor_of(settings),
+        draft_processor=None if takes_most_probable(settings) else draft_processor(settings),
+        why_not_pipelined=why_not_pipelined,
+        why_not_captured=why_not_captured,
+    )
+
+
 def start(
     settings: Settings,
     target: TreeModel,
@@ -78,8 +106,14 @@ def start(
     trie: Trie,
     sampler: Sampler,
     draft_sampler: Sampler,
+    engine: Engine | None = None,
+    captured: CapturedProposer | None = None,
 ) -> Run:
-    """A `Run` for these settings on prefilled models; `draft` may be None for plain decoding."""
+    """A `Run` for these settings on prefilled models; `draft` may be None for plain decoding.
+
+    Args:
+        engine, captured: what `device.engines.Engines.choose` found for `demand_of` these settings, if anything.
+    """
     one_beam = settings.method in ONE_BEAM_METHODS
     width = 1 if one_beam else settings.width
     processor = draft_processor(settings)
@@ -90,14 +124,6 @@ def start(
     if settings.method == "dsbd" and not settings.deterministic:
         dynamic = width_rule(width, settings.min_width, settings.threshold)
     kv_one = settings.kv == "one" and settings.method == "dsbd"
-    chain: Chain | None = None
-    plain = draft is None or settings.method not in DRAFTING
-    covers = plain or (settings.method == "dsbd" and settings.verify == "cover")
-    if covers and not kv_one and not settings.deterministic and dynamic is None:
-        forests = (0, 0) if plain else (settings.draft_width, gamma)
-        # On a GPU the device verifies as well, where the models allow it.
-        if (chained := getattr(target, "device_chain", None)) is not None:
-            chain = chained(None if plain else draft, trie, sampler, processor_of(settings), width, *forests)
     if draft is not None and settings.method == "specinfer":
         expansion = settings.tree or DEFAULT_TREE
         gamma = len(expansion)
@@ -105,20 +131,16 @@ def start(
     elif draft is not None and settings.method in DRAFTING:
         distinct = takes_most_probable(settings)
         draft_width = 1 if one_beam else settings.draft_width
-        # On a GPU the whole iteration runs in one recording, where the pair allows it.
-        recorded = getattr(target, "device_proposer", None)
-        if recorded is not None and chain is None:
-            proposer = recorded(draft, trie, processor, draft_width, draft_sampler, distinct, gamma, width)
-        if proposer is None:
-            price = relative_cost(settings, target, draft)
-            mass = 1.0 if price is None else forest_mass(settings)
-            if mass < 1:
-                processor = LogitsProcessor(
-                    settings.temperature, processor.top_k
-                )  # what mass is, depends on the temperature
-            if price is not None and not settings.deterministic and chain is None:
-                draft_length = DraftLength(price)
-            proposer = DraftModelProposer(draft, trie, processor, draft_width, draft_sampler, distinct, mass)
+        cost = None if captured is not None else relative_cost(settings, target, draft)
+        mass = 1.0 if cost is None else forest_mass(settings)
+        if mass < 1:
+            # What mass is depends on the temperature.
+            processor = LogitsProcessor(settings.temperature, processor.top_k)
+        if cost is not None and not settings.deterministic and engine is None:
+            draft_length = DraftLength(cost)
+        proposer = DraftModelProposer(draft, trie, processor, draft_width, draft_sampler, distinct, mass)
+        if captured is not None:
+            proposer = captured.falling_back_to(proposer)
     hypotheses = Hypotheses(trie.root, width, settings.early_stopping, settings.length_penalty)
     return Run(
         trie=trie,
@@ -133,7 +155,7 @@ def start(
         proposer=proposer,
         kv_one=kv_one,
         draft_length=draft_length,
-        chain=chain,
+        engine=engine,
     )
 
 

@@ -11,8 +11,7 @@ from collections.abc import Iterator, Sequence
 
 from dsbd_cli.decoding.law.distribution import LogitsProcessor, Sampler
 from dsbd_cli.decoding.methods.dsbd import Run, verify_layer
-from dsbd_cli.decoding.methods.proposers import draft_room
-from dsbd_cli.decoding.model.protocol import TreeModel
+from dsbd_cli.decoding.model.protocol import TreeModel, draft_room
 from dsbd_cli.decoding.tree.events import Iteration, Layer
 from dsbd_cli.decoding.tree.sequences import DraftLayer, Forest, Node, Trie
 
@@ -35,9 +34,12 @@ class TreeProposer:
         self._expansion, self._sampler = expansion, sampler
         self.exhausted = False
 
+    def begin(self, beams: list[Node], depth: int) -> None:
+        """Nothing: the host draws every level before the next one can be computed."""
+
     def propose(self, beams: list[Node], depth: int) -> Forest:
         layers: list[DraftLayer] = []
-        level = beams
+        level = [node for node in beams if self._draft.reads(node)]
         room = draft_room(self._draft, beams)
         self.exhausted = room <= 0
         for count in self._expansion[: max(0, min(depth, room))]:

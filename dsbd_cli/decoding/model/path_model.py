@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
+from dsbd_cli.decoding.forward.capture import OverlapClock
 from dsbd_cli.decoding.forward.hf import context_limit
 from dsbd_cli.decoding.forward.logits import LogitStore
 from dsbd_cli.decoding.law.distribution import LogitsProcessor, Support
@@ -57,6 +58,7 @@ class PathModel:
         self.max_positions = max_positions or context_limit(model)
         self.calls = 0
         self.notes: list[str] = []
+        self.clock = OverlapClock()
         self.rows = LogitStore(f"the {role} model ({name})", model.dtype, vocab_size)
         self._ids: list[int] = []
         self._prompt = 0
@@ -77,11 +79,21 @@ class PathModel:
             self._steps.cached = False
             self.notes[-1] += ", without a cache: each token costs a forward over the whole text"
 
+    def limit_for(self, prompt_tokens: int) -> int | None:
+        return self.max_positions
+
+    def begin(self, nodes: Iterable[Node]) -> None:
+        """Nothing: no device works ahead."""
+
+    def reads(self, node: Node) -> bool:
+        return True
+
+    def describe(self) -> str:
+        """How this model is run: one sentence."""
+        return "the model's own forward, path by path (transformers)"
+
     def relative_cost(self, draft: Any) -> float | None:
         return None
-
-    def meanwhile(self, seconds: float) -> float:
-        return 0.0
 
     @torch.inference_mode()
     def prefill(self, ids: Sequence[int], root: Node, *, top_n: int = 0, reuse: bool = True) -> None:
