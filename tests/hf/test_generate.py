@@ -70,9 +70,8 @@ def test_sampling_follows_the_config_and_the_seed(pair: tuple[Any, Any]) -> None
     assert run(seed=2, top_k=1) == greedy
     assert run(seed=3, top_p=1e-9, temperature=5.0) == greedy
     # The same numbers as the library's own entry gives.
-    result = decoder_for(target, draft, (1, 5)).generate(
-        IDS[0].tolist(), dsbd_cli.Settings(width=3, max_new_tokens=12, seed=1, top_k=50, top_p=1.0)
-    )
+    settings = dsbd_cli.Settings(width=3, max_new_tokens=12, seed=1, top_k=50, top_p=1.0)
+    result = decoder_for(target, draft, (1, 5), settings).generate(IDS[0].tolist(), settings)
     assert run(seed=1, top_k=50) == [IDS[0].tolist() + result.token_ids]
 
 
