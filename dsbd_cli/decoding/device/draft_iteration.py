@@ -22,7 +22,7 @@ from dsbd_cli.decoding.device.iteration import DraftedLayer
 from dsbd_cli.decoding.device.law_torch import TorchLaw
 from dsbd_cli.decoding.device.layout import DraftLayout, Field
 from dsbd_cli.decoding.device.steps import Nodes, forward, together
-from dsbd_cli.decoding.forward.capture import Captures, InFlight, OverlapClock, slots_to_see
+from dsbd_cli.decoding.forward.capture import Captures, InFlight, OverlapClock, Steps, slots_to_see
 from dsbd_cli.decoding.forward.graphs import node_bucket, pad, seen_inside
 from dsbd_cli.decoding.forward.logits import Best, unpack
 from dsbd_cli.decoding.law.distribution import LogitsProcessor
@@ -204,13 +204,13 @@ class DraftIteration:
 
     # What is captured.
 
-    def _steps_for(self, key: tuple[int, int, int, int]):  # type: ignore[no-untyped-def]
+    def _steps_for(self, key: tuple[int, int, int, int]) -> Steps:
         return lambda inputs: self._steps(inputs, *key)
 
     def _steps(
         self, request: Tensor, draft_size: int, target_size: int, draft_sees: int, target_sees: int
     ) -> list[Tensor]:
-        layout, fields, law = self._layout(draft_size, target_size), None, self._law
+        layout, law = self._layout(draft_size, target_size), self._law
         fields, forest, draft_width = layout.request, layout.forest, self.draft_width
         outcome = torch.zeros((1, layout.outcome_size), dtype=torch.long, device=request.device)
         plan, position = fields.draft_plan.of(request)[0], fields.position.of(request)

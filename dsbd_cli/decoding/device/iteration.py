@@ -284,7 +284,7 @@ class CoverIteration:
         mask = law.catch_up_masks(draft.pool.masks, state, layout, slots, rows)
         # All parents, then all beams: so the beams' logits are one piece.
         ids = torch.cat([layout.state.above.of(state), layout.state.token.of(state)]).flatten()
-        where = position.repeat_interleave(width, 0).flatten()
+        where = position.expand(-1, width).flatten()
         slots = slots.unflatten(1, (2, width)).transpose(0, 1).flatten()
         nodes = Nodes(ids, torch.cat([where - 1, where]), slots, mask)
         best = law.pack(draft, forward(draft, nodes, used, sees)[requests * width :])

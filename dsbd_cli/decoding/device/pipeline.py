@@ -104,7 +104,7 @@ class Pipeline:
     """Runs `cover` iterations of R requests on the device, one ahead of the host (`model.protocol.Engine`).
 
     Args:
-        target: captured. draft: likewise, or None to sample without one.
+        target: captured and prefilled. draft: likewise, or None to sample without one.
         iteration: made for both, and for as many requests.
         stopped: told why nothing can be launched any more.
     """
@@ -115,6 +115,8 @@ class Pipeline:
     ) -> None:  # fmt: skip
         self._target, self._draft, self._iteration, self._stopped = target, draft, iteration, stopped
         self._models = [target] if draft is None else [target, draft]
+        limits = [model.max_depth for model in self._models if model.max_depth is not None]
+        self._deepest = min(limits) - iteration.layout.gamma if limits else None
         self._in_flight: deque[_Iteration] = deque()
         self._usable = True  # else what is in flight still comes back, and the host goes on
         self._uniforms: list[_Uniforms] = []
@@ -274,8 +276,7 @@ class Pipeline:
 
     def _fits(self, depth: int) -> bool:
         """Whether both contexts hold an iteration from beams of that depth."""
-        limits = [model.max_depth for model in self._models]
-        return all(limit is None or depth + self._iteration.layout.gamma <= limit for limit in limits)
+        return self._deepest is None or depth <= self._deepest
 
     # Committing.
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from dsbd_cli.decoding.cache.tree_cache import Plan, TreeCache
 from dsbd_cli.decoding.forward import backends
+from dsbd_cli.decoding.forward.attention import without_planning
 from dsbd_cli.decoding.forward.backends import Forward
 from dsbd_cli.decoding.forward.capture import InFlight, OverlapClock
 from dsbd_cli.decoding.forward.graphs import GraphForward, why_not
@@ -347,4 +348,5 @@ class HfTreeModel:
             cache.length = torch.tensor([plan.used], device=self.device)
         ids, positions = torch.tensor([plan.ids, plan.positions], device=self.device)
         seen: Any = None if mask is None else mask[:, : plan.used]
-        return self._forward(cache, ids, positions, seen, head)
+        with without_planning(self.device):
+            return self._forward(cache, ids, positions, seen, head)

@@ -27,13 +27,13 @@ def iterations(models, requests, drafted):
         yield CoverIteration(sides[0], draft, law, layout, False, 8, EOS, torch.device("cpu"), OverlapClock())
 
 
-def run(iteration, pools, starts, rounds, rng_seed):
+def run(iteration, pools, root, starts, rounds, rng_seed):
     """`rounds` iterations in a row of requests that start from (tokens, scores, temperature) below the prompt."""
     layout = iteration.layout
     found, spaces = [], []
     uniforms = [np.random.default_rng([rng_seed, seed]).random((40, WIDTH)) for seed, *_ in starts]
     depth = [0] * len(starts)
-    root_rows = [pool.mask_row(pool.root) for pool in pools]
+    root_rows = [pool.mask_row(root) for pool in pools]
     for number in range(rounds):
         sent = []
         for r, (_, tokens, scores, temperature) in enumerate(starts):
@@ -58,15 +58,16 @@ def run(iteration, pools, starts, rounds, rng_seed):
 @pytest.mark.parametrize("drafted", [True, False])
 def test_two_requests_in_one_iteration_are_two_iterations_of_one(pair, drafted):
     models = trees(pair, True)
+    root = Trie(lambda node: None, EOS, 40).root
     for model in models:
-        model.prefill(PROMPT, Trie(lambda node: None, EOS, 40).root, top_n=8)
+        model.prefill(PROMPT, root, top_n=8)
     pools = [model.pool for model in models]
     starts = [(1, [30, 31, 32], [-0.5, -1.0, -2.0], 0.05), (2, [40, 41], [-0.1, -3.0], 0.1)]
     layers = 0
     for both, one in zip(iterations(models, 2, drafted), iterations(models, 1, drafted), strict=True):
-        together = run(both, pools, starts, 3, 5)
+        together = run(both, pools, root, starts, 3, 5)
         for r, start in enumerate(starts):
-            alone = run(one, pools, [start], 3, 5)
+            alone = run(one, pools, root, [start], 3, 5)
             for number in range(3):
                 got, wanted = together[number][r], alone[number][0]
                 assert len(got.sampled) == len(wanted.sampled)

@@ -11,7 +11,7 @@ import torch
 from dsbd_cli.decoding.device import engines
 from dsbd_cli.decoding.device.draft_iteration import DraftIteration
 from dsbd_cli.decoding.device.proposer import CapturedProposer
-from dsbd_cli.decoding.forward.outcomes import OutOfMemory
+from dsbd_cli.decoding.forward.outcomes import OutOfMemory, TooLarge
 from dsbd_cli.errors import RunError
 from tests.decoding.device.helpers import PROMPT, WAYS, finished, said, settings_of, told, trees
 
@@ -60,22 +60,25 @@ def test_a_forest_deeper_than_a_context_is_left_to_the_host(pair):
 
 
 def test_more_nodes_than_a_capture_holds_are_too_many_this_time_only(pair, monkeypatch):
-    """80 beams are drafted step by step; 4 beams afterwards, in the same process, on the device again."""
-    launches, launch = [], DraftIteration.launch
+    """Many beams are drafted step by step; 4 beams afterwards, in the same process, on the device again."""
+    launches, refused, launch = [], [], DraftIteration.launch
 
     def noted(self, request):
-        launched = launch(self, request)
+        try:
+            launched = launch(self, request)
+        except TooLarge:
+            refused.append(len(request.beams))
+            raise
         launches.append(len(request.beams))
         return launched
 
     monkeypatch.setattr(DraftIteration, "launch", noted)
     models = trees(pair, True)
-    wide = settings_of(
-        "paper", width=80, min_width=80, threshold=None, draft_width=80, gamma=1, temperature=3.0, top_k=60
-    )
-    run = finished(models, wide, 0, budget=8, eos=[])
-    widest = max(len(set(layer)) for layer in [run.hypotheses.ranking()])
-    assert widest > 64
+    many = {"width": 120, "min_width": 120, "draft_width": 120, "gamma": 1}
+    wide = settings_of("paper", **many, threshold=None, temperature=5.0, top_k=200, top_p=1.0)
+    finished(models, wide, 0, budget=5, eos=[])
+    assert refused
+    assert min(refused) > 64
     assert not models.notes
     assert models.choice.proposer is not None
     launches.clear()
