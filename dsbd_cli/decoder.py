@@ -18,6 +18,7 @@ from dsbd_cli.decoding import (
     Layer,
     Node,
     Notice,
+    PathModel,
     Prefilled,
     Run,
     Sampler,
@@ -34,9 +35,10 @@ from dsbd_cli.decoding import (
 from dsbd_cli.energy import EnergyMeter
 from dsbd_cli.errors import UserError
 from dsbd_cli.loading import LoadedModel, Pair, PairSpec, load_pair
+from dsbd_cli.loading.model import same_model
 from dsbd_cli.prompts import Prompt, encode
 from dsbd_cli.result import Beam, Result, Stats
-from dsbd_cli.settings import DRAFTING, Settings
+from dsbd_cli.settings import DRAFTING, Settings, never_passes
 from dsbd_cli.tally import Tally, ratio
 from dsbd_cli.text import ConfirmedText, Detokenizer, Endings, visible_text
 
@@ -56,6 +58,7 @@ class Decoder:
         self.detokenize = Detokenizer(pair.tokenizer)
         self.target = _tree_model(pair.target, pair, "target")
         self.draft = _tree_model(pair.draft, pair, "draft") if pair.draft is not None else None
+        self._path: PathModel | None = None
         self.engines = Engines()
         self._choice: Choice | None = None
 
@@ -68,10 +71,20 @@ class Decoder:
             found["engine"] = self._choice.describe()
         return found
 
-    def choose(self, settings: Settings, draft: HfTreeModel | None, trie: Trie, sampler: Sampler) -> Choice:
+    def choose(
+        self,
+        settings: Settings,
+        target: HfTreeModel | PathModel,
+        draft: HfTreeModel | None,
+        trie: Trie,
+        sampler: Sampler,
+    ) -> Choice:
         """The engine for one run on the prefilled models; `sampler` is the draft's."""
+        if isinstance(target, PathModel):
+            self._choice = Choice(why_no_engine="one path", why_no_proposer="nothing is drafted")
+            return self._choice
         demand = demand_of(settings, draft is not None)
-        self._choice = self.engines.choose(self.target, draft, demand, trie, sampler)
+        self._choice = self.engines.choose(target, draft, demand, trie, sampler)
         return self._choice
 
     @classmethod
@@ -130,30 +143,64 @@ class Decoder:
         drafting = settings.method in DRAFTING
         if drafting and self.draft is None:
             raise UserError(f"method {settings.method} needs a draft model: give --draft, or --method beam")
-        self.target.require_tree()
+        target = self.ready(settings)
         draft = self.draft if drafting else None
         limit = draft.max_positions if draft is not None else None
         if limit is not None and len(ids) > limit:
             draft = None
             more = [*more, f"the prompt ({len(ids)} tokens) does not fit the draft's context of {limit}: "
                            "decoding without a draft, same law"]  # fmt: skip
+        if draft is not None and not draft.reads_ids(ids):
+            draft = None
+            more = [*more, "the prompt has tokens that the draft lacks: decoding without a draft, same law"]
+        if (doubt := never_passes(settings)) is not None and draft is not None:
+            more = [*more, doubt]
         for note in [*notes, *more]:
             yield Notice(note)
-        yield from _Generation(self, settings, draft, ids, budget, reuse).events(energy)
+        yield from _Generation(self, settings, target, draft, ids, budget, reuse).events(energy)
+
+    def ready(self, settings: Settings) -> HfTreeModel | PathModel:
+        """What decodes with these settings: a tree, or for `multinomial` a path where no tree is possible.
+
+        Raises:
+            UserError: the architecture does not serve this method.
+        """
+        try:
+            self.target.require_tree()
+            return self.target
+        except UserError:
+            if settings.method != "multinomial" or self.pair.target.model.config.is_encoder_decoder:
+                raise
+        if self._path is None:
+            loaded = self.pair.target
+            self._path = PathModel(
+                loaded.model,
+                vocab_size=self.pair.vocab_size,
+                role="target",
+                name=loaded.name,
+                device=loaded.device,
+                max_positions=loaded.max_positions,
+            )
+        self._path.require_tree()
+        return self._path
 
     def _budget(self, prompt_tokens: int, wanted: int) -> tuple[int, list[str]]:
         """Tokens that may be generated, and a note if the context limit cut them down."""
-        limit = self.target.max_positions
+        limit = self.target.limit_for(prompt_tokens)
         if limit is None or prompt_tokens + wanted <= limit:
             return wanted, []
+        if limit == self.target.max_positions:
+            name = "the target's context limit"
+        else:
+            name = "where the target's rope factors change (longrope)"
         if prompt_tokens >= limit:
             raise UserError(
                 f"the prompt leaves no room: {prompt_tokens} prompt tokens, {wanted} new tokens asked for, "
-                f"{limit} is the target's context limit"
+                f"{limit} is {name}"
             )
         room = limit - prompt_tokens
         return room, [f"max-new-tokens clamped from {wanted} to {room}: {prompt_tokens} prompt tokens, "
-                      f"{limit} is the target's context limit"]  # fmt: skip
+                      f"{limit} is {name}"]  # fmt: skip
 
     def meter(self, with_draft: bool) -> EnergyMeter:
         """An energy meter over the devices that a run uses."""
@@ -179,7 +226,8 @@ def _tree_model(loaded: LoadedModel, pair: Pair, role: str) -> HfTreeModel:
         vocab_size=pair.vocab_size,
         role=role,
         max_positions=loaded.max_positions,
-        int8=role == "draft" and loaded.device.type == "cpu",
+        # Of the same model as the target every proposal is accepted: not in another arithmetic.
+        int8=role == "draft" and loaded.device.type == "cpu" and not same_model(loaded, pair.target),
     )
 
 
@@ -190,12 +238,13 @@ class _Generation:
         self,
         decoder: Decoder,
         settings: Settings,
+        target: HfTreeModel | PathModel,
         draft: HfTreeModel | None,
         ids: list[int],
         budget: int,
         reuse: bool,
     ) -> None:
-        self.reuse = reuse
+        self.reuse, self.target = reuse, target
         self.decoder, self.settings, self.draft, self.ids, self.budget = decoder, settings, draft, ids, budget
         self.seed = secrets.randbelow(2**31) if settings.seed is None else settings.seed
         self.tally, self.stats = Tally(), Stats(prompt_tokens=len(ids))
@@ -225,12 +274,12 @@ class _Generation:
         yield Finished(result)
 
     def _start(self) -> Run:
-        target, settings, trie = self.decoder.target, self.settings, self.trie
+        target, settings, trie = self.target, self.settings, self.trie
         target.prefill(self.ids, trie.root, top_n=top_n_needed(settings, len(trie.eos_ids)), reuse=self.reuse)
         if self.draft is not None:
             self.draft.prefill(self.ids, trie.root, top_n=draft_processor(settings).top_n, reuse=self.reuse)
         samplers = SeededSampler(self.seed, 0), SeededSampler(self.seed, 1)
-        choice = self.decoder.choose(settings, self.draft, trie, samplers[1])
+        choice = self.decoder.choose(settings, target, self.draft, trie, samplers[1])
         run = start(settings, target, self.draft, trie, *samplers, choice.engine, choice.proposer)
         run.keep_answer = self.reuse
         return run
@@ -243,7 +292,7 @@ class _Generation:
             # Only the engine's own time counts: a consumer may take its time over an event. What a
             # device meanwhile does for the next iteration counts too.
             begin = time.perf_counter()
-            self.seconds += self.decoder.target.clock.overlap(begin - end)
+            self.seconds += self.target.clock.overlap(begin - end)
             event = next(loop, None)
             end = time.perf_counter()
             self.seconds += end - begin
@@ -273,15 +322,15 @@ class _Generation:
         ranking = run.hypotheses.ranking()[: settings.num_return]
         best = ranking[0]
         stats.new_tokens = best.depth
-        stats.target_calls = decoder.target.calls
+        stats.target_calls = self.target.calls
         stats.draft_calls = self.draft.calls if self.draft is not None else 0
         self.tally.fill(stats)
         stats.decode_s = self.seconds
         stats.tokens_per_s = ratio(stats.new_tokens, self.seconds)
-        stats.kv_slots_peak = decoder.target.slots_peak
-        caches = [decoder.target, *([self.draft] if self.draft is not None else [])]
-        stats.kv_bytes_peak = sum(cache.bytes_peak for cache in caches)
-        stats.kv_bytes_allocated = sum(cache.bytes_allocated for cache in caches)
+        stats.kv_slots_peak = self.target.slots_peak
+        caches = [self.target, *([self.draft] if self.draft is not None else [])]
+        stats.kv_bytes_peak = _sum_known([cache.bytes_peak for cache in caches])
+        stats.kv_bytes_allocated = _sum_known([cache.bytes_allocated for cache in caches])
         if stats.energy_j is not None:
             stats.joules_per_token = ratio(stats.energy_j, stats.new_tokens)
         stats.notes = [note for cache in caches for note in cache.notes] + decoder.engines.notes
@@ -306,6 +355,12 @@ class _Generation:
             score=run.hypotheses.score(node),
             finished=node.finish is not None,
         )
+
+
+def _sum_known(parts: list[int | None]) -> int | None:
+    """The sum, or None where a part is not known."""
+    known = [part for part in parts if part is not None]
+    return sum(known) if len(known) == len(parts) else None
 
 
 def _reason(node: Node, budget: int) -> str:

@@ -168,6 +168,17 @@ class Settings:
         }
 
 
+def never_passes(settings: Settings) -> str | None:
+    """A note where these settings can never pass a drafted layer; None where they can."""
+    most = settings.width if settings.threshold is None else settings.min_width
+    if settings.method != "dsbd" or settings.verify != "paper" or settings.draft_width >= most:
+        return None
+    return (
+        f"draft-width {settings.draft_width} is below the {most} draws that a layer needs: under `paper` no "
+        f"drafted layer can pass, so nothing is gained by drafting; give draft-width {most} or more"
+    )
+
+
 def broken(text: str) -> bool:
     """Whether a text holds half a surrogate pair: how Python hands on bytes it cannot read, and JSON `"\\ud800"`."""
     return any("\ud800" <= char <= "\udfff" for char in text)

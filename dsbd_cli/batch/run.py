@@ -98,7 +98,7 @@ def run_file(chosen: Chosen, source: Path, output: Path, tell: Tell, *, bar: boo
         decoder = chosen.load(**places)
         for line in decoder.pair.notes:
             tell(line)
-        decoder.target.require_tree()
+        decoder.ready(settings)
         facts |= {"models": decoded_by(decoder), "weights": weights(decoder)}
         seed = store.claim(facts, seed_given)
         if shard.world == 1 and store.is_whole:

@@ -44,7 +44,9 @@ def open_pair(plan: Plan, world: World) -> Backend:
 
         pair = load_pair(spec, need_draft=need_draft, progress=show if world.rank == 0 else None)
     decoder = Decoder(pair, plan.settings)
-    decoder.target.require_tree()
+    for arm in plan.arms:
+        if not arm.hf:
+            decoder.ready(arm.settings)
     for note in pair.notes:
         tell(note)
     return PairBackend(decoder)

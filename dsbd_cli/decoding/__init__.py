@@ -14,6 +14,10 @@ if TYPE_CHECKING:
     from dsbd_cli.decoding.device.engines import Choice as Choice
     from dsbd_cli.decoding.device.engines import Engines as Engines
     from dsbd_cli.decoding.forward.attention import without_planning as without_planning
+    from dsbd_cli.decoding.forward.backends import why_not_fused as why_not_fused
+    from dsbd_cli.decoding.forward.plain import FAMILIES as FAMILIES
+    from dsbd_cli.decoding.forward.plain import at_home as at_home
+    from dsbd_cli.decoding.forward.plain import fingerprint as fingerprint
     from dsbd_cli.decoding.law.distribution import LogitsProcessor as LogitsProcessor
     from dsbd_cli.decoding.law.distribution import Sampler as Sampler
     from dsbd_cli.decoding.law.distribution import SeededSampler as SeededSampler
@@ -24,6 +28,7 @@ if TYPE_CHECKING:
     from dsbd_cli.decoding.methods.setup import start as start
     from dsbd_cli.decoding.methods.setup import top_n_needed as top_n_needed
     from dsbd_cli.decoding.model.hf_model import HfTreeModel as HfTreeModel
+    from dsbd_cli.decoding.model.path_model import PathModel as PathModel
     from dsbd_cli.decoding.tree.events import Event as Event
     from dsbd_cli.decoding.tree.events import Finished as Finished
     from dsbd_cli.decoding.tree.events import Iteration as Iteration
@@ -38,10 +43,13 @@ if TYPE_CHECKING:
 _ROOMS = {
     "device.engines": ("Choice", "Engines"),
     "forward.attention": ("without_planning",),
+    "forward.backends": ("why_not_fused",),
+    "forward.plain": ("FAMILIES", "at_home", "fingerprint"),
     "law.distribution": ("LogitsProcessor", "Sampler", "SeededSampler"),
     "methods.dsbd": ("Run",),
     "methods.setup": ("decode", "demand_of", "draft_processor", "start", "top_n_needed"),
     "model.hf_model": ("HfTreeModel",),
+    "model.path_model": ("PathModel",),
     "tree.events": ("Event", "Finished", "Iteration", "Layer", "Notice", "Prefilled", "Text"),
     "tree.sequences": ("Node", "Trie", "common_ancestor"),
 }

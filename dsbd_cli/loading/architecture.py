@@ -65,6 +65,48 @@ def max_positions_of(config: Any) -> int | None:
     return None
 
 
+def rope_border(config: Any) -> int | None:
+    """The length at which rope factors change (longrope); None where they do not.
+
+    (`dynamic` changes beyond `max_position_embeddings`, which is the context limit anyway.)
+    """
+    text = config.get_text_config()
+    ropes = getattr(text, "rope_parameters", None) or {}
+    parts = [ropes, *(part for part in ropes.values() if isinstance(part, dict))]
+    borders = [
+        part.get("original_max_position_embeddings")
+        or getattr(text, "original_max_position_embeddings", None)
+        for part in parts
+        if part.get("rope_type") == "longrope"
+    ]
+    return min((int(border) for border in borders if border), default=None)
+
+
+def head_rows(model: Any) -> int | None:
+    """Rows of the head, padding included; None where there is none to look at."""
+    head = model.get_output_embeddings()
+    weight = getattr(head, "weight", None)
+    return None if weight is None or weight.dim() != 2 else int(weight.shape[0])
+
+
+def input_rows(model: Any) -> int | None:
+    """Token ids that the model has an embedding for; None where that cannot be seen."""
+    embedding = model.get_input_embeddings()
+    rows = getattr(embedding, "num_embeddings", None)
+    return None if rows is None else int(rows)
+
+
+def device_of(model: Any) -> Any:
+    """Where a model wants its inputs: for offloaded weights where hooks run them, not where they lie."""
+    for module in model.modules():
+        place = getattr(getattr(module, "_hf_hook", None), "execution_device", None)
+        if place is not None:
+            import torch
+
+            return torch.device(place) if not isinstance(place, int) else torch.device("cuda", place)
+    return model.device
+
+
 def _says_alibi(text: Any) -> bool:
     attention = getattr(text, "attn_config", None)
     return bool(

@@ -45,17 +45,15 @@ class LoadedModel:
 
 
 def describe(model: Any, source: Source) -> LoadedModel:
-    """The record of a model that is loaded."""
-    model.eval()
-    head = model.get_output_embeddings()
-    rows = head.weight.shape[0] if head is not None else model.config.get_text_config().vocab_size
+    """The record of a model that is loaded, and in eval mode."""
+    rows = architecture.head_rows(model) or model.config.get_text_config().vocab_size
     refusal = architecture.tree_refusal(model.config)
     if refusal is None and getattr(model, "_is_stateful", False):
         refusal = f"{model.config.model_type} keeps recurrent state, which cannot branch"
     return LoadedModel(
         model=model,
         name=source.name,
-        device=model.device,
+        device=architecture.device_of(model),
         dtype=model.dtype,
         max_positions=architecture.max_positions_of(model.config),
         vocab_rows=int(rows),
@@ -63,6 +61,20 @@ def describe(model: Any, source: Source) -> LoadedModel:
         window=architecture.window_of(model.config),
         source=source,
     )
+
+
+def same_model(one: LoadedModel, other: LoadedModel) -> bool:
+    """Whether both compute the same: one module, or two with equal weights of equal classes."""
+    if one.model is other.model:
+        return True
+    if type(one.model) is not type(other.model) or (one.dtype, one.device) != (other.dtype, other.device):
+        return False
+    pairs = [dict(loaded.model.named_parameters()) for loaded in (one, other)]
+    shapes = [{name: weight.shape for name, weight in part.items()} for part in pairs]
+    if shapes[0] != shapes[1] or any(weight.is_meta for part in pairs for weight in part.values()):
+        return False
+    # Different weights part at the first tensor.
+    return all(torch.equal(weight, pairs[1][name]) for name, weight in pairs[0].items())
 
 
 def load_config(place: Place, trust: bool) -> Any:
@@ -130,7 +142,7 @@ def load_weights(
     if lacking:
         raise UserError(f"{place.role} {place.source.name}: its weight files lack {len(lacking)} of {len(real)} "
                         f"tensors, {lacking[0]} first: fetch the checkpoint again")  # fmt: skip
-    found = describe(model, place.source)
+    found = describe(model.eval(), place.source)
     if unused := sorted(info["unexpected_keys"]):
         found.notes.append(f"{place.role} {place.source.name}: {len(unused)} tensor(s) of its weight files are not "
                            f"used by its config ({unused[0]} first): is config.json of this model?")  # fmt: skip

@@ -70,7 +70,7 @@ def load_shared(
     _borrow(draft, target, device, dtype)
     draft.config.get_text_config().vocab_size = target.vocab_rows
     draft.config.get_text_config().pad_token_id = config.get_text_config().pad_token_id
-    return describe(draft, place.source)
+    return describe(draft.eval(), place.source)
 
 
 def examine(place: Place, target_config: Any, width: int, target_name: str, trust: bool = False) -> Any:

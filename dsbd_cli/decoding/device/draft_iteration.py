@@ -197,7 +197,7 @@ class DraftIteration:
         row[fields.target_rows.at] = request.target_space.mask_rows
         if self.processor is not None:
             row[fields.temperature.at].view(np.float64)[:] = self.processor.temperature
-            row[fields.top_p.at].view(np.float64)[:] = self.processor.top_p
+            row[fields.top_p.at].view(np.float64)[:] = self.processor.enough
         if request.uniforms is not None:
             row[fields.uniforms.at].view(np.float64)[:] = request.uniforms.ravel()
         return torch.from_numpy(block)

@@ -215,6 +215,8 @@ def _why_not(target: HfTreeModel, draft: HfTreeModel | None, demand: Demand) -> 
         return "full logits are needed"
     if draft is None:
         return None
+    if draft.lacks_ids:
+        return "the draft lacks tokens of the target"
     if target.device != draft.device:
         return "the models are on different devices"
     least = demand.draft_width if demand.draft_processor is None else 1

@@ -39,9 +39,10 @@ def _parts_of_rows(
     ids = part * PART + tl.arange(0, PART)
     inside = ids < vocab
     values = tl.load(logits_ptr + row * stride + ids, mask=inside, other=-float("inf")).to(tl.float32)
-    good = tl.sum((inside & ~(tl.abs(values) < float("inf"))).to(tl.int32), 0) == 0
+    # -inf is a masked token of probability 0; NaN and +inf are nothing.
+    good = tl.sum((inside & ~(values < float("inf"))).to(tl.int32), 0) == 0
     peak = tl.max(values, 0)
-    mass = tl.sum(tl.exp(values - peak), 0)
+    mass = tl.sum(tl.exp(values - tl.where(peak > -float("inf"), peak, 0.0)), 0)
     place = row * parts + part
     tl.store(peaks_ptr + place, peak)
     tl.store(masses_ptr + place, tl.where(good, mass, float("nan")))

@@ -263,7 +263,7 @@ class Pipeline:
                 spaces.append(self._iteration.reserve())
                 origin = self._target.pool.position(request.hypotheses.active[0])
                 processor, ahead = request.processor, uniforms.ahead(self._iteration.layout.window)
-                sent.append(Sent(spaces[-1], ahead, origin, processor.temperature, processor.top_p, state))
+                sent.append(Sent(spaces[-1], ahead, origin, processor.temperature, processor.enough, state))
             flight = self._iteration.launch(sent)
         except (CannotCapture, OutOfMemory) as error:
             for space in spaces:
@@ -301,7 +301,11 @@ class Pipeline:
                 node.score = parent.score + logp
                 draws.append(node)
             above = living(draws)
-            held = layer.held.tolist() if depth < len(forest.layers) else None
+            held: list[bool] | None = None
+            if depth < len(forest.layers):
+                # The device looks for nodes that may have children; a drafted end is drafted as well.
+                inside = frozenset(forest.layers[depth].draws)
+                held = [one or node in inside for node, one in zip(draws, layer.held.tolist(), strict=True)]
             goes_on = commit(request, draws, held)
             # The device knows nothing of stop strings and budgets.
             whole = goes_on and all(node.finish in (None, "eos") for node in draws)

@@ -26,9 +26,9 @@ from dsbd_cli.decoding.forward.kernels import (
     spare_memory,
 )
 from dsbd_cli.decoding.forward.llama import LlamaForward
+from dsbd_cli.decoding.forward.plain import why_not_plain, why_other_attention
 from dsbd_cli.loading import processor
 
-_FAMILIES = {"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"}
 _GPU_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -163,27 +163,17 @@ def why_not(model: Any, *, int8: bool = False) -> dict[str, str | None]:
 
 
 def why_not_fused(model: Any) -> str | None:
-    """What keeps `model` from being plainly one of the families: full attention, SiLU, ordinary layers, no hooks."""
-    if type(model).__name__ not in _FAMILIES:
-        return f"{type(model).__name__} is not one of {', '.join(sorted(_FAMILIES))}"
-    if layer_kinds(model.config) != ["full_attention"]:
-        return "not all of its decoder layers have full attention"
+    """What keeps `model` from being plainly one of the families, now: see `plain.why_not_plain`."""
+    if any(hasattr(module, "_hf_hook") for module in model.modules()):
+        return "hooks move its weights"
     if (getattr(model, "tp_size", None) or 1) > 1:
         return "each process holds a part of every weight"
-    plain = {"Linear", "Embedding"}
-    for module in model.modules():
-        if hasattr(module, "_hf_hook"):
-            return "hooks move its weights"
-        if (
-            getattr(module, "weight", None) is not None
-            and type(module).__name__ not in plain
-            and not type(module).__name__.endswith("RMSNorm")
-        ):
-            return f"it holds a {type(module).__name__}"
+    if reason := why_not_plain(model) or why_other_attention(model):
+        return reason
+    if layer_kinds(model.config) != ["full_attention"]:
+        return "not all of its decoder layers have full attention"
     if len({weight.device for weight in model.parameters()}) != 1:
         return "its weights are on several devices"
-    if not all(type(layer.mlp.act_fn).__name__.startswith("SiLU") for layer in model.model.layers):
-        return "its activation is not SiLU"
     return None
 
 

@@ -247,12 +247,15 @@ class CKernels:
 
         Returns:
             ids int64 [N, best], best first and ties to the lower id; log-probabilities float32
-            [N, best]; bool [N], whether the row's logits are all finite.
+            [N, best]; bool [N], whether the row is a distribution (-inf is a probability of 0).
+            A head of fewer columns has fewer entries.
 
         Raises:
             MemoryError: no memory for one row.
         """
         count = logits.shape[0]
+        vocab = min(vocab, logits.shape[1])  # C reads what it is told to
+        best = min(best, vocab)
         ids = np.empty((count, best), dtype=np.int64)
         logps = np.empty((count, best), dtype=np.float32)
         finite = np.empty(count, dtype=np.uint8)

@@ -27,7 +27,7 @@ class Best(NamedTuple):
     Attributes:
         tokens: int64 [N, k], best first, ties to the lower id.
         logps: float32 [N, k], raw log-softmax over the trimmed vocabulary.
-        finite: bool [N], whether every logit of the row is a number.
+        finite: bool [N], whether the row is a distribution (`finite_logits`).
     """
 
     tokens: np.ndarray
@@ -41,11 +41,12 @@ def log_probabilities(logits: Tensor, vocab: int) -> Tensor:
 
 
 def finite_logits(logps: Tensor) -> Tensor:
-    """bool [N]: whether all logits behind these log-probabilities are finite.
+    """bool [N]: whether the logits behind these log-probabilities make a distribution.
 
-    NaN and +inf spoil the whole row, -inf its own entry; either makes the sum no number.
+    NaN, +inf, and nothing but -inf turn the whole row into NaN. A single -inf is a token of probability 0:
+    models mask tokens so.
     """
-    return torch.isfinite(logps.sum(-1))
+    return ~logps.sum(-1).isnan()
 
 
 def top_logits(logits: Tensor, vocab: int, count: int) -> Best:
@@ -119,12 +120,13 @@ def dense_joint(scores: Sequence[float], logps: Tensor, processor: LogitsProcess
     vocab = logps.shape[1]
     wide = logps.double()
     log_weight = (wide + torch.tensor(scores, dtype=torch.float64, device=logps.device)[:, None]).flatten()
-    prob = torch.softmax(log_weight / processor.temperature, 0)
+    # The peak first: no temperature then overflows.
+    prob = torch.softmax((log_weight - log_weight.max()) / processor.temperature, 0)
     if processor.top_p < 1:
         # Flat indices ascend by parent, then token: a stable sort leaves ties in that order.
         values, order = torch.sort(prob, descending=True, stable=True)
         # The smallest head that reaches top-p: entries before which less than that has gathered.
-        count = int((torch.cumsum(values, 0) < processor.top_p).sum()) + 1
+        count = int((torch.cumsum(values, 0) < processor.enough).sum()) + 1
         kept = torch.sort(order[:count]).values
         kept = kept[prob[kept] > 0]
     else:
@@ -248,4 +250,5 @@ class LogitStore:
         if size:
             tokens, logps = self.best(node, size)
             return Row(tokens, logps.astype(np.float64))
-        return Row(np.arange(self._vocab), self._whole(node).cpu().numpy().astype(np.float64))
+        logps = self._whole(node).cpu().numpy().astype(np.float64)
+        return Row(np.arange(len(logps)), logps)  # a head may have fewer rows than there are tokens

@@ -10,6 +10,8 @@ import numpy as np
 
 # How many of the largest joint weights are sorted first when top-p has no top-k to lean on.
 _HEAD = 1024
+# Sums of probabilities round: nine tokens of ten equal ones reach a top-p of 0.9.
+_SUMS_ROUND = 1e-12
 
 
 class Row(NamedTuple):
@@ -35,6 +37,11 @@ class LogitsProcessor:
     @property
     def greedy(self) -> bool:
         return self.temperature == 0 or self.top_k == 1 or self.top_p == 0
+
+    @property
+    def enough(self) -> float:
+        """The mass at which top-p counts as reached."""
+        return self.top_p if self.top_p >= 1 else self.top_p * (1 - _SUMS_ROUND)
 
     @property
     def top_n(self) -> int:
@@ -103,7 +110,7 @@ def _head(
             # All entries at least as large as the count-th: whole ties, so the sort below decides them.
             floor = np.partition(log_weight, len(log_weight) - count)[len(log_weight) - count]
             pool = np.flatnonzero(log_weight >= floor)
-            if weights[pool].sum() / total >= processor.top_p or count == len(log_weight):
+            if weights[pool].sum() / total >= processor.enough or count == len(log_weight):
                 break
             count = min(4 * count, len(log_weight))
     else:
@@ -117,7 +124,7 @@ def _head(
     prob = _weights(log_weight[pool], log_weight[pool[0]], processor.temperature)
     prob /= prob.sum() if total is None else total
     if processor.top_p < 1:
-        count = int(np.searchsorted(np.cumsum(prob), processor.top_p, side="left")) + 1
+        count = int(np.searchsorted(np.cumsum(prob), processor.enough, side="left")) + 1
         pool, prob = pool[:count], prob[:count]
     return pool, prob
 

@@ -8,7 +8,7 @@ draft proposed, every draw that comes out is an iid draw of p: that is the whole
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -23,20 +23,22 @@ class Verified:
     Attributes:
         draws: indices into p, W_L of them (`paper`, `continue`: accepted ones first, then those filled up).
         verdicts: one bool per draw that was looked at: the draft's, accepted or not; for `cover` those of
-            p, in the forest or not.
-        passed: every draw came from the forest.
+            p, in the forest or not, but for `ended`.
+        passed: every draw came from the forest, or needed no place there.
+        ended: for `cover`, draws that finish a sequence and were not drafted.
     """
 
     draws: tuple[int, ...]
     verdicts: tuple[bool, ...]
     passed: bool
+    ended: int = 0
 
     @property
     def accepted(self) -> int:
         return sum(self.verdicts)
 
 
-def cover(p: np.ndarray, width: int, held: Callable[[int], bool], sampler: Sampler) -> Verified:
+def cover(p: np.ndarray, width: int, held: Callable[[int], bool | None], sampler: Sampler) -> Verified:
     """`cover`: the layer is sampled from p; the forest only decides how many layers one target call yields.
 
     With the same random numbers this is beam sampling, draw by draw.
@@ -44,11 +46,16 @@ def cover(p: np.ndarray, width: int, held: Callable[[int], bool], sampler: Sampl
     Args:
         p: [n] target distribution over (beam, token), sums to 1.
         width: W_L >= 1.
-        held: whether the forest holds continuation i, or nothing has to follow it (it is finished).
+        held: whether the forest holds continuation i; None: it does not, and need not (it is finished).
     """
     draws = sampler.sample(p, width)
-    verdicts = tuple(held(index) for index in draws)
-    return Verified(tuple(draws), verdicts, all(verdicts))
+    return covered(draws, [held(index) for index in draws])
+
+
+def covered(draws: Sequence[int], held: Sequence[bool | None]) -> Verified:
+    """`cover` for draws at hand; `held` as there, one a draw."""
+    verdicts = tuple(one for one in held if one is not None)
+    return Verified(tuple(draws), verdicts, all(verdicts), len(held) - len(verdicts))
 
 
 def accept_draws(p: np.ndarray, q: np.ndarray, drafted: list[int], width: int, sampler: Sampler) -> Verified:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from dsbd_cli.decoding.law.distribution import Support
-from dsbd_cli.decoding.law.verification import Verified, accept_draws, align, cover, keys
+from dsbd_cli.decoding.law.verification import Verified, accept_draws, align, cover, covered, keys
 from dsbd_cli.decoding.law.width import ThresholdWidth
 from dsbd_cli.decoding.methods.proposers import DraftLength, Proposer
 from dsbd_cli.decoding.model.protocol import Engine, TreeModel
@@ -112,8 +112,9 @@ class Run(Request):
         if verified is not None:
             verdicts = verified.verdicts
             layer = Layer(
-                tuple(draws), distinct, len(verdicts), sum(verdicts), verdicts, drafted, verified.passed
-            )
+                tuple(draws), distinct, len(verdicts), sum(verdicts), verdicts, drafted, verified.passed,
+                verified.ended,
+            )  # fmt: skip
         self._layers.append(layer)
         return layer
 
@@ -171,8 +172,9 @@ def _engine_iteration(run: Run, engine: Engine) -> Iterator[Layer | Iteration]:
         verified = None
         if held is not None:
             # A finished sequence needs no node of the forest.
-            verdicts = tuple(node.finish is not None or one for node, one in zip(draws, held, strict=True))
-            verified = Verified((), verdicts, all(verdicts))
+            verified = covered(
+                (), [one or (None if node.finish else False) for node, one in zip(draws, held, strict=True)]
+            )
         layers.append(run.commit(draws, verified, len(layers)))
         return not run.hypotheses.stopped()
 
@@ -236,11 +238,17 @@ def cover_layers(run: Run, forest: Forest) -> Iterator[Layer]:
         support, rule = run.p_beam(), run.dynamic_width
         width = run.width if rule is None else rule.for_cover(_mass_held(run, support, drafted))
         nodes: list[Node] = []
+        inside = frozenset(drafted.draws)
 
-        def held(index: int, support: Support = support, nodes: list[Node] = nodes) -> bool:
+        def held(
+            index: int,
+            support: Support = support,
+            nodes: list[Node] = nodes,
+            inside: frozenset[Node] = inside,
+        ) -> bool | None:
             nodes.append(run.node(support, index))
             # A finished sequence needs no node of the forest.
-            return nodes[-1].finish is not None or run.target.has_logits(nodes[-1])
+            return nodes[-1] in inside or (None if nodes[-1].finish else run.target.has_logits(nodes[-1]))
 
         yield run.commit(nodes, cover(support.prob, width, held, run.sampler), depth)
         if run.hypotheses.stopped() or not run.logits_known():

@@ -67,6 +67,10 @@ class DraftModelProposer:
         layers: list[DraftLayer] = []
         room = draft_room(self._draft, beams)
         self.exhausted = room <= 0
+        # Below a token that the draft does not have, nothing is drafted.
+        beams = [node for node in beams if self._draft.reads(node)]
+        if not beams:
+            return Forest()
         parents, scores = beams, [node.score for node in beams]
         for _ in range(min(depth, room)):
             self._draft.forward(parents)

@@ -39,7 +39,7 @@ class TreeProposer:
 
     def propose(self, beams: list[Node], depth: int) -> Forest:
         layers: list[DraftLayer] = []
-        level = beams
+        level = [node for node in beams if self._draft.reads(node)]
         room = draft_room(self._draft, beams)
         self.exhausted = room <= 0
         for count in self._expansion[: max(0, min(depth, room))]:

@@ -18,10 +18,12 @@ from dsbd_cli.decoding.forward.graphs import GraphForward, why_not
 from dsbd_cli.decoding.forward.hf import context_limit
 from dsbd_cli.decoding.forward.logits import LogitStore
 from dsbd_cli.decoding.forward.outcomes import CannotCapture, OutOfMemory, TooLarge
+from dsbd_cli.decoding.forward.plain import why_not_recorded
 from dsbd_cli.decoding.forward.selftest import check_tree, refusal, refuse_unserved
 from dsbd_cli.decoding.law.distribution import LogitsProcessor, Support
 from dsbd_cli.decoding.model.protocol import Side
 from dsbd_cli.decoding.tree.sequences import Node
+from dsbd_cli.loading.architecture import device_of, head_rows, input_rows, rope_border
 
 # Prompt tokens a forward: keeps the mask and the activations of a long prompt small.
 _CHUNK = 2048
@@ -70,13 +72,20 @@ class HfTreeModel:
         self.name = str(module.config.name_or_path or module.config.model_type)
         if module is not model:
             self.name = model.name
-        self.role, self.vocab_size = role, vocab_size
-        self.device, self.dtype = module.device, module.dtype
+        self.role = role
+        self.device, self.dtype = device_of(module), module.dtype
+        readable = input_rows(module)
+        # Rows that the head lacks have probability 0; a draft proposes nothing that it could not read.
+        known = [head_rows(module), readable if role == "draft" else None]
+        self.vocab_size = min(vocab_size, *(rows for rows in known if rows is not None))
+        self._readable = readable if readable is not None and readable < vocab_size else None
+        self._border = rope_border(module.config)
+        self._long = False
         self.max_positions = max_positions or getattr(model, "max_positions", None) or context_limit(module)
         self.calls = 0
         self._root = Node(-1, None)
         self.notes: list[str] = []
-        self.rows = LogitStore(f"the {role} model ({self.name})", self.dtype, vocab_size)
+        self.rows = LogitStore(f"the {role} model ({self.name})", self.dtype, self.vocab_size)
         self.clock = OverlapClock()
         self.graphs: GraphForward | None = None
         self._short_of_memory = False
@@ -86,7 +95,7 @@ class HfTreeModel:
         self._why_no_graphs = "" if self._capture else "it was not asked for"
         if graphs is None and not self._capture:
             self._why_no_graphs = "there are none on this device"
-        if self._capture and (reason := why_not(module)):
+        if self._capture and (reason := why_not(module) or why_not_recorded(module)):
             self._no_graphs(reason)
         self._ways = backends.candidates(module, int8=int8, fused=fast)
         self._use(next(self._ways))
@@ -146,9 +155,34 @@ class HfTreeModel:
     @property
     def max_depth(self) -> int | None:
         """Depth of the deepest node that the context limit leaves room for."""
-        return (
-            None if self.max_positions is None else self.max_positions - self.pool.prompt_length(self._root)
-        )
+        length = self.pool.prompt_length(self._root)
+        limit = self.limit_for(length)
+        return None if limit is None else limit - length
+
+    def limit_for(self, prompt_tokens: int) -> int | None:
+        """Most tokens of prompt and answer together, or None.
+
+        Where rope factors change at a length, a run stays on the side that its prompt is on: keys computed
+        with the one kind do not go with queries of the other.
+        """
+        limits = [self.max_positions, self._border if self._below(prompt_tokens) else None]
+        return min((limit for limit in limits if limit is not None), default=None)
+
+    def _below(self, tokens: int) -> bool:
+        return self._border is not None and tokens <= self._border
+
+    @property
+    def lacks_ids(self) -> bool:
+        """Whether there are tokens that this model has no embedding for."""
+        return self._readable is not None
+
+    def reads(self, node: Node) -> bool:
+        """Whether it has an embedding for every generated token of `node`."""
+        return self.reads_ids(node.tokens()) if self.lacks_ids else True
+
+    def reads_ids(self, ids: Sequence[int]) -> bool:
+        """Whether it has an embedding for all of `ids`."""
+        return self._readable is None or all(token < self._readable for token in ids)
 
     @property
     def slots_peak(self) -> int:
@@ -202,14 +236,18 @@ class HfTreeModel:
         if self.rows.tainted:
             # Masked keys and values have weight 0, but 0 x NaN is NaN: leave nothing of a broken run.
             self.pool.cache.clear()
-        kept = self.pool.shared_prefix(ids) if reuse and not self.rows.tainted else []
+        long, before = self._border is not None and not self._below(len(ids)), self._long
+        self._long = long
+        kept = self.pool.shared_prefix(ids) if reuse and not self.rows.tainted and long == before else []
         self._root = root
         self.pool.start(ids, root, kept)
         self.rows.start(top_n)
         self.calls = 0
         logits = torch.zeros(0)
-        for begin in range(len(kept), len(ids), _CHUNK):
-            plan = self.pool.prompt_plan(root, begin, min(begin + _CHUNK, len(ids)))
+        # Beyond a border of rope factors every part of the prompt has to see its whole length.
+        chunk = len(ids) if long else _CHUNK
+        for begin in range(len(kept), len(ids), chunk):
+            plan = self.pool.prompt_plan(root, begin, min(begin + chunk, len(ids)))
             slots = torch.tensor(plan.slots, device=self.device)
             end = begin + len(plan)
             if self._forward.needs_no_mask(begin) and self.pool.straight(root, end):

@@ -31,6 +31,9 @@ class TreeModel(Protocol):
     def max_depth(self) -> int | None:
         """Depth of the deepest node that the context limit leaves room for behind the prompt, or None."""
 
+    def reads(self, node: Node) -> bool:
+        """Whether the model has an embedding for every generated token of `node`."""
+
     def relative_cost(self, draft: Any) -> float | None:
         """What one more drafted layer costs, in calls of this target; None where a forward costs about the same
         whatever is in it."""

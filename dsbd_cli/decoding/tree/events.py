@@ -18,10 +18,12 @@ class Layer:
     Attributes:
         draws: nodes in the order they were drawn, equal ones repeated; len(draws) is the layer's width.
         distinct: distinct sequences among them, finished ones included.
-        examined, accepted: draft draws looked at and accepted (`cover`: draws of p, and those in the forest).
+        examined, accepted: draft draws looked at and accepted (`cover`: draws of p, `ended` left out, and those
+            in the forest).
         verdicts: accept or reject per examined draw, in order (the forest's draws; for `cover` the draws of p).
         drafted: position in the forest, 0-based; None for a layer that no draft layer was tested for.
-        passed: every draw came from the forest.
+        passed: every draw came from the forest, or ended.
+        ended: `cover`: draws that finish a sequence and were not drafted; they need no place in the forest.
     """
 
     draws: tuple[Node, ...]
@@ -31,6 +33,7 @@ class Layer:
     verdicts: tuple[bool, ...] = ()
     drafted: int | None = None
     passed: bool = False
+    ended: int = 0
 
 
 @dataclass(frozen=True)

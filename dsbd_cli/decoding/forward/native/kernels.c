@@ -148,13 +148,13 @@ static int before(const void *a, const void *b) {
                                                                                   i++) {                     \
                     float v = load_##S(logits[i]);                                                           \
                     peak = v > peak ? v : peak;                                                              \
-                    bad += v - v;                                                                            \
+                    bad += v == -INFINITY ? 0 : v - v; /* a masked token is legal */                         \
                 }                                                                                            \
                 peaks[b] = peak;                                                                             \
                 top = peak > top ? peak : top;                                                               \
                 wrong += bad;                                                                                \
             }                                                                                                \
-            finite[n] = wrong == 0;                                                                          \
+            finite[n] = wrong == 0 && top > -INFINITY;                                                       \
             if (!finite[n]) {                                                                                \
                 memset(ids, 0, (size_t)best * sizeof(int64_t));                                              \
                 memset(logps, 0, (size_t)best * sizeof(float));                                              \

@@ -11,6 +11,7 @@ import torch
 import dsbd_cli
 from dsbd_cli.errors import UserError
 from dsbd_cli.hf import forget
+from dsbd_cli.hf.kept import decoder_for, kept
 from tests import builders
 
 
@@ -69,9 +70,8 @@ def test_sampling_follows_the_config_and_the_seed(pair: tuple[Any, Any]) -> None
     assert run(seed=2, top_k=1) == greedy
     assert run(seed=3, top_p=1e-9, temperature=5.0) == greedy
     # The same numbers as the library's own entry gives.
-    result = dsbd_cli.hf._decoder(target, draft, (1, 5)).generate(  # type: ignore[attr-defined]
-        IDS[0].tolist(), dsbd_cli.Settings(width=3, max_new_tokens=12, seed=1, top_k=50, top_p=1.0)
-    )
+    settings = dsbd_cli.Settings(width=3, max_new_tokens=12, seed=1, top_k=50, top_p=1.0)
+    result = decoder_for(target, draft, (1, 5), settings).generate(IDS[0].tolist(), settings)
     assert run(seed=1, top_k=50) == [IDS[0].tolist() + result.token_ids]
 
 
@@ -99,9 +99,9 @@ def test_changed_weights_are_noticed(pair: tuple[Any, Any]) -> None:
         "max_new_tokens": 8,
     }
     before = target.generate(IDS, **options).tolist()
-    kept = target.__dict__["_dsbd_decoder"][1]
+    decoder = kept(target).decoder
     assert target.generate(IDS, **options).tolist() == before
-    assert target.__dict__["_dsbd_decoder"][1] is kept
+    assert kept(target).decoder is decoder
     with torch.no_grad():
         target.lm_head.weight.mul_(-1)
     after = target.generate(IDS, **options).tolist()
@@ -110,14 +110,14 @@ def test_changed_weights_are_noticed(pair: tuple[Any, Any]) -> None:
     with torch.no_grad():
         target.lm_head.weight.mul_(-1)
     forget(target)
-    assert "_dsbd_decoder" not in target.__dict__
+    assert kept(target).decoder is None
     assert target.generate(IDS, **options).tolist() == before
 
 
 @pytest.mark.parametrize(
     ("options", "word"),
     [
-        ({"num_beams": 4}, "width"),
+        ({"num_beams": 4, "width": 3}, "width"),
         ({"repetition_penalty": 1.5}, "RepetitionPenalty"),
         ({"min_new_tokens": 3}, "MinLength|MinNewTokens"),
         ({"max_time": 1.0}, "MaxTime"),

@@ -1,0 +1,108 @@
+"""What the model is given beside token ids: nothing that would change the text is passed over in silence."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dsbd_cli.decoding import at_home
+from dsbd_cli.errors import UserError
+
+_CACHES = ("past_key_values", "cache", "cache_params")
+# How a forward is run, not what it computes.
+_HARMLESS = {"attention_mask", "position_ids", "cache_position", "logits_to_keep", "num_logits_to_keep", "use_cache",
+             "return_dict", *_CACHES}  # fmt: skip
+
+
+def check_model(model: Any) -> None:
+    """Refuse models whose own `generate` computes more than their forward says.
+
+    Raises:
+        UserError: encoder-decoder models, virtual tokens, replaced input preparation, adapters by row.
+    """
+    if model.config.is_encoder_decoder:
+        raise UserError(f"{type(model).__name__} is no decoder-only model")
+    prepare = vars(model).get("prepare_inputs_for_generation")
+    whole = type(model).prepare_inputs_for_generation
+    if prepare is not None and getattr(prepare, "__func__", None) is not whole:
+        raise UserError(
+            "prepare_inputs_for_generation is replaced (prompt, prefix or p-tuning): virtual tokens are not "
+            "offered; merge the adapter, or call generate without custom_generate"
+        )
+    if not at_home(whole):
+        raise UserError(
+            f"{type(model).__name__} prepares its inputs with code of its own, which dsbd_cli.generate does not run"
+        )
+    for module in model.modules():
+        for hook in module._forward_pre_hooks.values():
+            words = getattr(hook, "keywords", {})
+            if "alora_offsets" in words:
+                raise UserError("activated LoRA (alora) is not offered: where it begins depends on the text")
+            if len(words.get("adapter_names") or ()) > 1:
+                raise UserError("adapter_names for several rows are not offered: one prompt a call")
+
+
+def prompts(model: Any, input_ids: Tensor, kwargs: Mapping[str, Any], every: int) -> list[list[int]]:
+    """The token ids of each prompt, padding left out.
+
+    Args:
+        input_ids: int64 [B, L].
+        kwargs: what else `generate` would hand to the model.
+        every: rows that transformers made of each prompt; the first of them is taken.
+
+    Raises:
+        UserError: an input that changes the text and is not offered.
+    """
+    if kwargs.get("inputs_embeds") is not None or input_ids.shape[1] == 0:
+        raise UserError("dsbd_cli.generate needs input_ids (inputs_embeds are not offered)")
+    for name in _CACHES:
+        _refuse_filled(name, kwargs.get(name))
+    for name, value in kwargs.items():
+        if name not in _HARMLESS and value is not None:
+            raise UserError(f"{name} is not offered: only input_ids and a padding attention_mask are read")
+    mask = _padding(model, input_ids, kwargs.get("attention_mask"))
+    _check_positions(input_ids, mask, kwargs.get("position_ids"), kwargs.get("cache_position"))
+    kept = mask.bool()
+    return [input_ids[row][kept[row]].tolist() for row in range(0, input_ids.shape[0], every)]
+
+
+def _refuse_filled(name: str, cache: Any) -> None:
+    if cache is None:
+        return
+    if "Quant" in type(cache).__name__:
+        raise UserError(f"a {type(cache).__name__} is not offered: keys and values keep the model's dtype")
+    if not hasattr(cache, "get_seq_length") or int(cache.get_seq_length()) > 0:
+        raise UserError(f"{name} that holds tokens already is not offered: give all tokens as input_ids")
+
+
+def _padding(model: Any, input_ids: Tensor, mask: Tensor | None) -> Tensor:
+    """The mask as int64 [B, L] of 0 and 1; it may only hide tokens before the last."""
+    if mask is None:
+        return torch.ones_like(input_ids)
+    if mask.shape != input_ids.shape:
+        raise UserError(f"attention_mask must have the shape of input_ids, {list(input_ids.shape)}")
+    mask = mask.to(input_ids.device)
+    if not ((mask == 0) | (mask == 1)).all():
+        raise UserError("attention_mask must hold 0 and 1 only")
+    mask = mask.long()
+    if not mask[:, -1].all():
+        raise UserError("padding on the right is not offered: set padding_side='left' in the tokenizer")
+    gaps = bool((mask[:, 1:] < mask[:, :-1]).any())
+    if gaps and "position_ids" not in inspect.signature(model.forward).parameters:
+        raise UserError("attention_mask with gaps inside a prompt is not offered for this model")
+    return mask
+
+
+def _check_positions(ids: Tensor, mask: Tensor, positions: Any, cache_position: Any) -> None:
+    """Positions must be those that follow from the padding."""
+    if positions is not None:
+        usual = (mask.cumsum(-1) - 1).to(positions.device)
+        where = mask.bool().to(positions.device)
+        if positions.shape != usual.shape or not (positions == usual)[where].all():
+            raise UserError("position_ids other than those of the padding are not offered (packed prompts)")
+    if cache_position is not None and cache_position.tolist() != list(range(ids.shape[1])):
+        raise UserError("cache_position is not offered")
