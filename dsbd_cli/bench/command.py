@@ -92,6 +92,8 @@ def fingerprint(plan: Plan, prompter: Prompter, scorer: Scorer) -> dict[str, Any
         "dsbd": __version__,
         "data": {"kind": plan.dataset.kind, "builtin": plan.dataset.builtin, "sha256": plan.digest},
         "prompt_form": prompter.form,
+        "shots": plan.shots.facts() if plan.shots else {"count": 0},
+        "stops": list(plan.stops) if prompter.form == "plain text" else [],
         "system": plan.settings.system,
         "max_new_tokens": plan.settings.max_new_tokens,
         "seed": plan.seed,
@@ -117,7 +119,7 @@ def run_bench(plan: Plan, *, open_backend: Callable[[Plan, World], Backend] = op
         plan.dataset.kind, sql_timeout=plan.options.sql_timeout, keep_distinct=plan.options.keep_distinct
     ) as scorer:
         spec, _ = plan.chosen.resolve()
-        prompter = prompter or prompter_of_spec(spec, plan.settings)
+        prompter = prompter or prompter_of_spec(spec, plan.settings, plan.shots)
         for note in plan.notes if first else []:
             tell(note)
         plan = check_plan(plan, prompter, scorer)
@@ -198,7 +200,7 @@ def _measure(
     todo = [job for job in mine if job.key not in done]
     if len(todo) < len(mine) and world.rank == 0:
         tell(f"{len(mine) - len(todo)} of {len(mine)} answers are there already: going on")
-    runner = Runner(backend, prompter, scorer, plan.seed, plan.dataset.raw_stops)
+    runner = Runner(backend, prompter, scorer, plan.seed, plan.stops)
     figures = Figures(PRIMARY[plan.dataset.kind][0])
     for record in results:
         figures.add(record)
