@@ -265,13 +265,18 @@ def _merge(world: World, store: Store, results: list[Record], written: int) -> N
 
 
 def finish(plan: Plan, store: Store, judge: Judge | None) -> None:
-    """Judge what is not judged yet, then summary and report."""
+    """Judge what is not judged yet, then summary and report.
+
+    Raises:
+        RunError: the judge was away and ratings are missing; the report is there and says so.
+    """
     from dsbd_cli.bench.judging import rate_all
     from dsbd_cli.bench.report import write_report
 
-    if judge is not None:
-        rate_all(store, plan.dataset, judge)
+    rated = rate_all(store, plan.dataset, judge) if judge is not None else None
     write_report([plan.out])
+    if rated is not None:
+        rated.check()
 
 
 def _data_facts(plan: Plan) -> dict[str, Any]:
