@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import torch
 from lm_eval.models.huggingface import HFLM
 from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs, postprocess_generated_text
 from tqdm import tqdm
@@ -18,7 +20,7 @@ from dsbd_cli.errors import UserError
 from dsbd_cli.settings import Settings, near
 
 LOG = logging.getLogger(__name__)
-DEFAULT_SEED = 1
+DEFAULT_SEED, DEFAULT_DEVICE = 1, "cuda:0"
 # Options of `dsbd generate` without a meaning here: the harness says where answers end, and takes one each.
 NOT_HERE = {"stop", "num_return", "system", "raw"}
 OPTIONS = tuple(parameter.name for parameter in PARAMETERS if parameter.name not in NOT_HERE)
@@ -48,6 +50,9 @@ class DsbdLM(HFLM):  # type: ignore[misc, unused-ignore]
 
     def __init__(self, batch_size: int | str = 1, **arguments: Any) -> None:
         mine, theirs = _sorted(arguments)
+        # What the harness says where nothing was said; its own models too then take the CPU.
+        if mine.get("device") == DEFAULT_DEVICE and not torch.cuda.is_available():
+            del mine["device"]
         self.decoder = chosen_from(mine).load(quiet=True)
         self.settings: Settings = self.decoder.settings
         self.decoder.target.require_tree()
@@ -55,9 +60,13 @@ class DsbdLM(HFLM):  # type: ignore[misc, unused-ignore]
             LOG.warning(note)
         target = self.decoder.pair.target
         theirs.setdefault("max_length", target.max_positions)
-        super().__init__(
-            pretrained=target.model, tokenizer=self.decoder.pair.tokenizer, batch_size=batch_size, **theirs
-        )
+        with _quiet():
+            super().__init__(
+                pretrained=target.model,
+                tokenizer=self.decoder.pair.tokenizer,
+                batch_size=batch_size,
+                **theirs,
+            )
         if isinstance(self.think_end_token, int):
             raise UserError("think_end_token must be the token's text, not its number")
         self._told: set[str] = set()
@@ -123,6 +132,18 @@ class DsbdLM(HFLM):  # type: ignore[misc, unused-ignore]
     def get_model_info(self) -> dict[str, Any]:
         """What was run, for the harness's result file."""
         return {"dsbd": {"models": self.decoder.models(), "settings": self.settings.to_dict()}}
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """The harness warns of a model that it did not load itself, which is how this one works."""
+    log = logging.getLogger("lm_eval.models.huggingface")
+    level = log.level
+    log.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        log.setLevel(level)
 
 
 def _sorted(arguments: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -11,7 +11,7 @@ from dsbd_cli.bench.datasets import load_dataset, mt_bench, plain, spider, spide
 from dsbd_cli.errors import UserError
 
 
-@pytest.mark.parametrize(("kind", "count"), [("spider", 65), ("squad", 40), ("mt-bench", 8)])
+@pytest.mark.parametrize(("kind", "count"), [("spider", 65), ("squad", 60), ("mt-bench", 8)])
 def test_the_sample_says_what_it_is(kind, count, tmp_path):
     dataset = load_dataset(kind, None, tmp_path)
     assert dataset.builtin

@@ -20,7 +20,7 @@ DEFAULT_SHOTS = {"squad": 3, "spider": 5}
 # Not the run's seed: two runs of different seeds ask the same prompts.
 SEED = 1
 # Characters; an example is read again before every answer, so short ones are taken where there are any.
-SHORT = {"squad": 500, "spider": 450}
+SHORT = {"squad": 300, "spider": 450}
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,7 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
+RULE = "fence, the answer's own start, inline code, statement in the text"  # for result files
 _FENCE = re.compile(
     r"(?P<mark>`{3,}|~{3,})[ \t]*(?:(?!(?:select|with|values)\b)[\w+#.-]+(?=\s))?(?P<body>.*?)(?:(?P=mark)|\Z)",
     re.S | re.I,
