@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 DEFAULT_SEED = 1
 # Chosen so that a bench with nothing but --dataset ends well within ten minutes on two cores with the default
 # pair, which takes six seconds of one core for an answer of 48 tokens.
-DEFAULT_LIMITS = {"spider": 6, "squad": 8, "mt-bench": 3, "jsonl": 6}
+DEFAULT_LIMITS = {"spider": 6, "squad": 6, "mt-bench": 3, "jsonl": 6}
 DEFAULT_TOKENS = {"spider": 48, "squad": 32, "mt-bench": 64, "jsonl": 64}
 MOST_SHOTS = 64
 # An example's answer is one line, and what follows is another question.
