@@ -95,3 +95,30 @@ def test_beams_cost_little_more_memory_than_one(smol: Decoder) -> None:
         peak[method] = stats.kv_bytes_peak or 0
     assert peak["beam"] <= 1.3 * peak["multinomial"]
     assert peak["dsbd"] <= 1.3 * peak["multinomial"]
+
+
+def test_a_first_bench_gets_some_questions_right_by_every_method(
+    smol: Decoder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    from dsbd_cli.bench.measure import seed_of
+    from dsbd_cli.bench.plan import Options, make_plan
+    from dsbd_cli.bench.prompting import Prompter
+    from dsbd_cli.bench.score import Scorer
+    from dsbd_cli.cli.options import Chosen
+
+    monkeypatch.setenv("DSBD_CACHE", str(tmp_path_factory.getbasetemp() / "cache"))
+    plan = make_plan(Options(dataset="squad", sweeps=("width=4",)), Chosen(None, {}, {}))
+    prompter = Prompter(smol.pair.tokenizer, smol.pair.vocab_size, None, plan.settings, plan.shots)
+    right = dict.fromkeys([arm.name for arm in plan.arms], 0)
+    with Scorer("squad") as scorer:
+        for item in plan.dataset.items:
+            ids = prompter.ids(item, [])
+            for arm in plan.arms:
+                settings = dataclasses.replace(
+                    arm.settings, stop=plan.stops, seed=seed_of(plan.seed, item.id, 0)
+                )
+                result = smol.generate(ids, settings, energy=False)
+                score = scorer.score(item, [result.text], [result.finish_reason])
+                right[arm.name] += score["exact_match"]
+    assert set(right) == {"multinomial", "beam", "speculative", "specinfer", "dsbd"}
+    assert min(right.values()) > 0, right

@@ -95,6 +95,8 @@ def fingerprint(plan: Plan, prompter: Prompter, scorer: Scorer) -> dict[str, Any
         "dsbd": __version__,
         "data": {"kind": plan.dataset.kind, "builtin": plan.dataset.builtin, "sha256": plan.digest},
         "prompt_form": prompter.form,
+        "shots": plan.shots.facts() if plan.shots else {"count": 0},
+        "stops": list(plan.stops) if prompter.form == "plain text" else [],
         "system": plan.settings.system,
         "max_new_tokens": plan.settings.max_new_tokens,
         "seed": plan.seed,
@@ -120,7 +122,7 @@ def run_bench(plan: Plan, *, open_backend: Callable[[Plan, World], Backend] = op
         plan.dataset.kind, sql_timeout=plan.options.sql_timeout, keep_distinct=plan.options.keep_distinct
     ) as scorer:
         spec, _ = plan.chosen.resolve()
-        prompter = prompter or prompter_of_spec(spec, plan.settings)
+        prompter = prompter or prompter_of_spec(spec, plan.settings, plan.shots)
         for note in plan.notes if first else []:
             tell(note)
         plan = check_plan(plan, prompter, scorer)
@@ -218,7 +220,7 @@ def _measure(
     todo = [job for job in mine if job.key not in done]
     if len(todo) < len(mine) and world.rank == 0:
         tell(f"{len(mine) - len(todo)} of {len(mine)} answers are there already: going on")
-    runner = Runner(backend, prompter, scorer, plan.seed, plan.dataset.raw_stops)
+    runner = Runner(backend, prompter, scorer, plan.seed, plan.stops)
     figures = Figures(PRIMARY[plan.dataset.kind][0])
     for record in results:
         figures.add(record)
@@ -283,13 +285,18 @@ def _merge(world: World, store: Store, results: list[Record], written: int) -> N
 
 
 def finish(plan: Plan, store: Store, judge: Judge | None) -> None:
-    """Judge what is not judged yet, then summary and report."""
+    """Judge what is not judged yet, then summary and report.
+
+    Raises:
+        RunError: the judge was away and ratings are missing; the report is there and says so.
+    """
     from dsbd_cli.bench.judging import rate_all
     from dsbd_cli.bench.report import write_report
 
-    if judge is not None:
-        rate_all(store, plan.dataset, judge)
+    rated = rate_all(store, plan.dataset, judge) if judge is not None else None
     write_report([plan.out])
+    if rated is not None:
+        rated.check()
 
 
 def _data_facts(plan: Plan) -> dict[str, Any]:

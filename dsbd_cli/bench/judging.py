@@ -4,46 +4,70 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from dsbd_cli.bench.datasets import load_dataset
 from dsbd_cli.bench.datasets.records import Dataset, MtBenchItem
 from dsbd_cli.bench.datasets.sample import sample_folder
-from dsbd_cli.bench.files import read_ratings, read_results, read_run, write_whole
+from dsbd_cli.bench.files import Record, read_ratings, read_results, read_run, write_whole
 from dsbd_cli.bench.progress import tell
-from dsbd_cli.bench.scoring.mt_bench import Judge
+from dsbd_cli.bench.scoring.mt_bench import Judge, JudgeAway, is_result
 from dsbd_cli.bench.store import Store
-from dsbd_cli.errors import UserError
+from dsbd_cli.errors import RunError, Stopped, UserError
 
 EVERY = 20
+# Requests in a row that did not reach the judge, each with its own retries, before the rating stops.
+AWAY = 3
 
 
-def rate_all(store: Store, dataset: Dataset, judge: Judge) -> int:
+@dataclass(frozen=True)
+class Rated:
+    """How far a rating came: ratings asked for and given now, and those still missing, with the last reason."""
+
+    given: int
+    missing: int
+    reason: str = ""
+
+    def check(self) -> None:
+        """Say what is missing.
+
+        Raises:
+            RunError: ratings are missing.
+        """
+        if self.missing:
+            raise RunError(
+                f"{self.missing} ratings are missing ({self.reason}): the same command asks for them again"
+            )
+
+
+def rate_all(store: Store, dataset: Dataset, judge: Judge) -> Rated:
     """Rate what is not rated; each rating is on disk before the next is asked for.
 
-    Ratings are kept apart from results and name their judge, so another judge can rate the same answers.
+    Ratings are kept apart from results and name their judge, so another judge can rate the same answers. A request
+    that did not reach the judge leaves no line, and is made again by the next call; `AWAY` of them in a row end this
+    one.
 
-    Returns:
-        How many ratings were asked for.
+    Raises:
+        UserError: the judge refuses the key or the model. Stopped: Ctrl-C.
     """
-    items = {item.id: item for item in dataset.items if isinstance(item, MtBenchItem)}
     _record_judge(store, judge)
-    done = {
-        (r["item"], r["arm"], r["repeat"], r["turn"], r["text"])
-        for r in read_ratings(store.folder)
-        if r.get("judge") == judge.model
-    }
-    asked = 0
-    for record in read_results(store.folder):
-        item = items.get(record["item"])
-        answers = [turn["text"] for turn in record["turns"]]
-        for turn in range(len(answers)) if item is not None else ():
-            assert item is not None
-            mark = hashlib.sha256("\0".join(answers[: turn + 1]).encode("utf-8", "replace")).hexdigest()[:16]
-            if (record["item"], record["arm"], record["repeat"], turn, mark) in done:
+    waiting = list(_waiting(store, dataset, judge))
+    given = away = 0
+    reason = ""
+    try:
+        for record, item, answers, turn, mark in waiting:
+            try:
+                rating = judge.rate(item, answers, turn)
+            except JudgeAway as error:
+                reason = str(error)
+                away += 1
+                if away == AWAY:
+                    break
                 continue
-            rating = judge.rate(item, answers, turn)
+            away = 0
             line: dict[str, Any] = {
                 "item": record["item"],
                 "arm": record["arm"],
@@ -57,10 +81,33 @@ def rate_all(store: Store, dataset: Dataset, judge: Judge) -> int:
                 "text": mark,
             }
             store.append_rating(line)
-            asked += 1
-            if asked % EVERY == 0:
-                tell(f"{asked} ratings asked for")
-    return asked
+            given += 1
+            if given % EVERY == 0:
+                tell(f"{given} of {len(waiting)} ratings")
+    except KeyboardInterrupt:
+        raise Stopped(f"stopped with {given} of {len(waiting)} ratings; the same command goes on") from None
+    return Rated(given, len(waiting) - given, reason)
+
+
+def _waiting(
+    store: Store, dataset: Dataset, judge: Judge
+) -> Iterator[tuple[Record, MtBenchItem, list[str], int, str]]:
+    """(result, item, its answers, turn, digest of what is rated) of each turn without a rating."""
+    items = {item.id: item for item in dataset.items if isinstance(item, MtBenchItem)}
+    done = {
+        (r["item"], r["arm"], r["repeat"], r["turn"], r["text"])
+        for r in read_ratings(store.folder)
+        if r.get("judge") == judge.model and is_result(r)
+    }
+    for record in read_results(store.folder):
+        item = items.get(record["item"])
+        if item is None:
+            continue
+        answers = [turn["text"] for turn in record["turns"]]
+        for turn in range(len(answers)):
+            mark = hashlib.sha256("\0".join(answers[: turn + 1]).encode("utf-8", "replace")).hexdigest()[:16]
+            if (record["item"], record["arm"], record["repeat"], turn, mark) not in done:
+                yield record, item, answers, turn, mark
 
 
 def rate_folder(folder: Path, url: str, model: str, timeout_s: float, data_dir: Path | None) -> Path:
@@ -68,6 +115,7 @@ def rate_folder(folder: Path, url: str, model: str, timeout_s: float, data_dir: 
 
     Raises:
         UserError: no MT-Bench run there, other questions than were asked, or no judge.
+        RunError: ratings are missing; those that came are kept.
     """
     from dsbd_cli.bench.report import write_report
 
@@ -86,8 +134,9 @@ def rate_folder(folder: Path, url: str, model: str, timeout_s: float, data_dir: 
     judge.check()
     with Store(folder, 0, 1, tell) as store:
         store.mend()
-        rate_all(store, dataset, judge)
+        rated = rate_all(store, dataset, judge)
         write_report([folder])
+    rated.check()
     return folder
 
 

@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 from dsbd_cli.bench.arms import Arm, build_arms, parse_methods
 from dsbd_cli.bench.datasets import load_dataset
+from dsbd_cli.bench.datasets.hub import repository
 from dsbd_cli.bench.datasets.records import Dataset
 from dsbd_cli.bench.datasets.sample import sample_folder
+from dsbd_cli.bench.datasets.shots import DEFAULT_SHOTS, Shots, load_shots
 from dsbd_cli.bench.runner import Job, schedule
 from dsbd_cli.bench.sweep import Grid, parse_sweep
 from dsbd_cli.errors import UserError
@@ -23,8 +25,11 @@ if TYPE_CHECKING:
 DEFAULT_SEED = 1
 # Chosen so that a bench with nothing but --dataset ends well within ten minutes on two cores with the default
 # pair, which takes six seconds of one core for an answer of 48 tokens.
-DEFAULT_LIMITS = {"spider": 6, "squad": 8, "mt-bench": 3, "jsonl": 6}
+DEFAULT_LIMITS = {"spider": 6, "squad": 6, "mt-bench": 3, "jsonl": 6}
 DEFAULT_TOKENS = {"spider": 48, "squad": 32, "mt-bench": 64, "jsonl": 64}
+MOST_SHOTS = 64
+# An example's answer is one line, and what follows is another question.
+LINE_END = ("\n",)
 # What is tried beside the plain methods where neither methods nor a sweep were named: enough for fronts.
 DEFAULT_SWEEPS = ("width=2", "threshold=none,0.9", "draft_width=4")
 
@@ -36,6 +41,7 @@ class Options:
     Attributes:
         dataset: name or JSONL file. data_dir: official files, or None for the built-in sample.
         methods, sweeps: as written. limit: items, 0 = all, None = the default.
+        shots: worked examples before each question, 0 = the data set's own single one, None = the default.
         hf_limit: items for Hugging Face's methods, None = `limit`.
         baseline: arm that speeds are compared with.
     """
@@ -45,6 +51,7 @@ class Options:
     methods: str = "default"
     sweeps: Sequence[str] = ()
     limit: int | None = None
+    shots: int | None = None
     hf_limit: int | None = None
     repeats: int = 1
     out: Path | None = None
@@ -70,6 +77,12 @@ class Plan:
     out: Path
     digest: str
     notes: list[str] = field(default_factory=list)
+    shots: Shots | None = None
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        """Where an answer to a prompt of plain text ends: it has no turn to end."""
+        return LINE_END if self.shots else self.dataset.raw_stops
 
     def items_of(self, arm: Arm) -> int:
         """How many items an arm answers."""
@@ -98,6 +111,8 @@ def make_plan(options: Options, chosen: Chosen) -> Plan:
             raise UserError(f"--{name.replace('_', '-')} must be at least 0 (0 = all), not {value}")
     for name in ("sql_timeout", "judge_timeout"):
         check_seconds(f"--{name.replace('_', '-')}", getattr(options, name))
+    if options.shots is not None and not 0 <= options.shots <= MOST_SHOTS:
+        raise UserError(f"--shots must lie in 0..{MOST_SHOTS}, not {options.shots}")
     methods = parse_methods(options.methods)
     preset_sweep, base = _preset(chosen)
     named = options.methods != "default" or options.sweeps
@@ -106,7 +121,10 @@ def make_plan(options: Options, chosen: Chosen) -> Plan:
     digest = dataset.digest()
     limit = DEFAULT_LIMITS[dataset.kind] if options.limit is None else options.limit or None
     dataset = dataset.select(limit)
+    shots = _shots(options, dataset)
     given = dict(chosen.settings)
+    if shots is not None and given.get("system", base.system) is None:
+        given.setdefault("raw", True)
     given.setdefault("max_new_tokens", min(base.max_new_tokens, DEFAULT_TOKENS[dataset.kind]))
     seed = given.pop("seed", base.seed)
     arms, notes = build_arms(methods, base, given, grids)
@@ -129,7 +147,24 @@ def make_plan(options: Options, chosen: Chosen) -> Plan:
     seed = DEFAULT_SEED if seed is None else seed
     longest = max(arm.settings.max_new_tokens for arm in arms)
     settings = dataclasses.replace(arms[0].settings, max_new_tokens=longest)
-    return Plan(options, chosen, dataset, arms, settings, seed, out, digest, notes)
+    return Plan(options, chosen, dataset, arms, settings, seed, out, digest, notes, shots)
+
+
+def _shots(options: Options, dataset: Dataset) -> Shots | None:
+    """The worked examples of a run, None for none."""
+    known = dataset.kind in DEFAULT_SHOTS
+    if not known and options.shots:
+        raise UserError(
+            f"--shots means nothing to {dataset.kind}: only {', '.join(DEFAULT_SHOTS)} have examples"
+        )
+    count = DEFAULT_SHOTS[dataset.kind] if known and options.shots is None else options.shots
+    if not count:
+        return None
+    folder = None if repository(options.data_dir) is not None else options.data_dir
+    shots = load_shots(dataset.kind, folder, sample_folder(), count)
+    for item in dataset.items:
+        shots.of(item)
+    return shots
 
 
 def check_seconds(option: str, value: float) -> None:

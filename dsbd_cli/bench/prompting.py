@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dsbd_cli.bench.datasets.records import Dataset, Item
+from dsbd_cli.bench.datasets.shots import Shots
 from dsbd_cli.errors import UserError
 from dsbd_cli.loading.spec import PairSpec
 from dsbd_cli.prompts import encode
@@ -23,12 +24,14 @@ class Prompter:
         vocab_size: ids below it are tokens.
         limit: the target's context limit, or None.
         settings: system text and `raw` are read.
+        shots: worked examples, or None for the data set's own single one.
     """
 
     tokenizer: Any
     vocab_size: int
     limit: int | None
     settings: Settings
+    shots: Shots | None = None
 
     @property
     def form(self) -> str:
@@ -40,9 +43,11 @@ class Prompter:
         """The next prompt of an item.
 
         Raises:
-            UserError: the chat template refuses it.
+            UserError: the chat template refuses it, or too few worked examples.
         """
-        prompt: Any = item.messages(answers) if self.form == "chat template" else item.text(answers)
+        examples = self.shots.of(item) if self.shots else ()
+        build = item.messages if self.form == "chat template" else item.text
+        prompt: Any = build(answers, examples)
         return encode(prompt, self.tokenizer, self.settings, self.vocab_size)[0]
 
     def fits(self, ids: Sequence[int]) -> bool:
@@ -75,7 +80,7 @@ def check_prompts(prompter: Prompter, dataset: Dataset) -> Dataset:
     return dataclasses.replace(dataset, items=tuple(fitting), skipped=skipped)
 
 
-def prompter_of_spec(spec: PairSpec, settings: Settings) -> Prompter:
+def prompter_of_spec(spec: PairSpec, settings: Settings, shots: Shots | None = None) -> Prompter:
     """A prompter from the target's tokenizer and config alone: nothing heavy is loaded.
 
     Raises:
@@ -94,4 +99,4 @@ def prompter_of_spec(spec: PairSpec, settings: Settings) -> Prompter:
         config = load_config(place, spec.trust_remote_code)
         tokenizer = load_tokenizer(place, spec.trust_remote_code)
     vocab = compat.token_range(tokenizer) or config.get_text_config().vocab_size
-    return Prompter(tokenizer, vocab, architecture.max_positions_of(config), settings)
+    return Prompter(tokenizer, vocab, architecture.max_positions_of(config), settings, shots)

@@ -83,6 +83,15 @@ def run(
             rich_help_panel=DATA,
         ),
     ] = None,
+    shots: Annotated[
+        int | None,
+        typer.Option(
+            "--shots",
+            help="Worked examples before each question, from the training data in --data-dir or else the "
+            "built-in sample; 0 = one written example. Default: 3 for squad, 5 for spider.",
+            rich_help_panel=DATA,
+        ),
+    ] = None,
     hf_limit: Annotated[
         int | None,
         typer.Option(
@@ -154,6 +163,7 @@ def run(
         methods=methods,
         sweeps=tuple(sweep or ()),
         limit=limit,
+        shots=shots,
         hf_limit=hf_limit,
         repeats=repeats,
         out=out,

@@ -111,7 +111,7 @@ class FakeBackend:
 
 
 def prompter(plan: Plan, limit: int | None = None, tokenizer: Any = None) -> Prompter:
-    return Prompter(tokenizer or BytesTokenizer(), 259, limit, plan.settings)
+    return Prompter(tokenizer or BytesTokenizer(), 259, limit, plan.settings, plan.shots)
 
 
 def plan(out: Path, dataset: str = "spider", settings: dict[str, Any] | None = None, **options: Any) -> Plan:

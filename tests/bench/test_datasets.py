@@ -11,7 +11,7 @@ from dsbd_cli.bench.datasets import load_dataset, mt_bench, plain, spider, spide
 from dsbd_cli.errors import UserError
 
 
-@pytest.mark.parametrize(("kind", "count"), [("spider", 65), ("squad", 40), ("mt-bench", 8)])
+@pytest.mark.parametrize(("kind", "count"), [("spider", 65), ("squad", 60), ("mt-bench", 8)])
 def test_the_sample_says_what_it_is(kind, count, tmp_path):
     dataset = load_dataset(kind, None, tmp_path)
     assert dataset.builtin
@@ -84,9 +84,9 @@ def write(path, value):
 def test_the_samples_tables_json_is_what_the_databases_hold(sample_spider):
     import sqlite3
 
-    for db_id, schema in spider.schemas_by_id(
-        json.loads((sample_spider / "tables.json").read_text())
-    ).items():
+    schemas = {item.schema.db_id: item.schema for item in spider.load(sample_spider).items}
+    assert len(schemas) == 5
+    for db_id, schema in schemas.items():
         connection = sqlite3.connect(sample_spider / "database" / db_id / f"{db_id}.sqlite")
         for name, columns in schema.tables:
             assert columns == tuple(row[1] for row in connection.execute(f"pragma table_info({name})"))

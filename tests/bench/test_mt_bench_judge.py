@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 import urllib.request
+from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -18,9 +19,9 @@ import pytest
 from dsbd_cli.bench.command import run_bench
 from dsbd_cli.bench.datasets import load_dataset
 from dsbd_cli.bench.files import read_ratings
-from dsbd_cli.bench.judging import rate_folder
-from dsbd_cli.bench.scoring.mt_bench import Judge, defuse, judge_messages, read_rating
-from dsbd_cli.errors import UserError
+from dsbd_cli.bench.judging import AWAY, rate_folder
+from dsbd_cli.bench.scoring.mt_bench import Judge, JudgeAway, defuse, is_result, judge_messages, read_rating
+from dsbd_cli.errors import RunError, Stopped, UserError
 from tests.bench.double import FakeBackend, plan, prompter
 
 
@@ -117,10 +118,20 @@ class Stub(BaseHTTPRequestHandler):
         model = request["model"]
         if model == "slow":
             time.sleep(1.5)
-        if model == "refusing":
-            return self.send(429, {"error": {"message": "quota"}})
+        if (left := self.server.answers_left) is not None:
+            self.server.answers_left = left - 1
+            if left <= 0:
+                return self.send(503, {"error": {"message": "away"}})
+        if model.isdigit():
+            return self.send(int(model), {"error": {"message": "quota"}})
         if model == "broken":
             return self.send(200, {"hello": 1})
+        if model == "page":
+            self.send_response(200)
+            self.send_header("Content-Type", "text/html")
+            self.send_header("Content-Length", "13")
+            self.end_headers()
+            return self.wfile.write(b"<html></html>")
         reply = {"none": "I like it.", "empty": None}.get(model, "The rubric says [[1]]. Rating: [[6]]")
         choice = {
             "index": 0,
@@ -136,6 +147,7 @@ class Stub(BaseHTTPRequestHandler):
 def stub():
     server = ThreadingHTTPServer(("127.0.0.1", 0), Stub)
     server.requests = []
+    server.answers_left = None  # then it answers 503
     server.handle_error = lambda *_: None  # a client that gave up waiting is what the slow test is about
     threading.Thread(target=server.serve_forever, daemon=True).start()
     server.url = f"http://127.0.0.1:{server.server_address[1]}/v1"
@@ -151,21 +163,52 @@ def stub():
         ("none", None, "no rating"),
         ("empty", None, "no rating"),
         ("cut", None, "token limit"),
-        ("refusing", None, "refused (429)"),
-        ("slow", None, "no reply within"),
-        ("broken", None, "not a chat completion"),
+        ("400", None, "refused (400)"),
+        ("413", None, "refused (413)"),
     ],
 )
 def test_replies(stub, questions, prompts, model, value, reason):
-    judge = Judge(stub.url, model, prompts, timeout_s=0.5 if model == "slow" else 10, retries=0)
-    rating = judge.rate(questions.items[0], ["one", "two"], 0)
+    rating = Judge(stub.url, model, prompts, timeout_s=10, retries=0).rate(
+        questions.items[0], ["one", "two"], 0
+    )
     assert rating.value == value
     assert (reason is None) is (rating.reason is None)
     if reason is not None:
         assert reason in rating.reason
     if model in ("cut", "good"):
         assert "[[6]]" in rating.reply
+    assert is_result(vars(rating))
     assert stub.requests[-1]["temperature"] == 0
+
+
+@pytest.mark.parametrize(
+    ("model", "reason"),
+    [
+        ("429", "429"),
+        ("500", "500"),
+        ("503", "503"),
+        ("408", "408"),
+        ("slow", "no reply within"),
+        ("broken", "not a chat completion"),
+        ("page", "not a chat completion"),
+    ],
+)
+def test_what_did_not_reach_the_judge_is_no_rating(stub, questions, prompts, model, reason):
+    judge = Judge(stub.url, model, prompts, timeout_s=0.5 if model == "slow" else 10, retries=0)
+    with pytest.raises(JudgeAway, match=reason):
+        judge.rate(questions.items[0], ["one", "two"], 0)
+
+
+def test_a_judge_that_does_not_listen_is_away(questions, prompts):
+    judge = Judge(f"http://127.0.0.1:{free_port()}/v1", "good", prompts, retries=0)
+    with pytest.raises(JudgeAway, match="request failed"):
+        judge.rate(questions.items[0], ["one", "two"], 0)
+
+
+@pytest.mark.parametrize(("model", "words"), [("401", "refuses the key"), ("404", "knows no model '404'")])
+def test_a_key_or_model_that_is_refused_ends_the_rating(stub, questions, prompts, model, words):
+    with pytest.raises(UserError, match=words):
+        Judge(stub.url, model, prompts, retries=0).rate(questions.items[0], ["one", "two"], 0)
 
 
 def test_the_judge_is_looked_for_before_the_run(stub, prompts, monkeypatch):
@@ -289,3 +332,92 @@ def test_only_the_same_questions_are_rated(stub, answered, tmp_path):
     (folder / "run.json").write_text(json.dumps(run))
     with pytest.raises(UserError, match="not the data"):
         rate_folder(folder, stub.url, "good", 10, None)
+
+
+@pytest.fixture
+def impatient(monkeypatch):
+    """A judge that is asked once each time."""
+    monkeypatch.setattr("dsbd_cli.bench.judging.Judge", partial(Judge, retries=0))
+    monkeypatch.setattr("dsbd_cli.bench.command.Judge", partial(Judge, retries=0))
+
+
+def test_a_judge_that_goes_away_is_asked_again_for_what_is_missing(stub, answered, impatient):
+    folder = answered(None, methods="beam,dsbd")
+    stub.answers_left = 5
+    asked = len(stub.requests)
+    with pytest.raises(RunError, match=r"27 ratings are missing \(it answers 503\): the same command asks"):
+        rate_folder(folder, stub.url, "good", 10, None)
+    assert len(stub.requests) == asked + 5 + AWAY
+    assert [rating["value"] for rating in read_ratings(folder)] == [6] * 5
+    assert (folder / "report.html").is_file()
+    stub.answers_left = None
+    rate_folder(folder, stub.url, "good", 10, None)
+    assert len(stub.requests) == asked + 5 + AWAY + 27
+    assert [rating["value"] for rating in read_ratings(folder)] == [6] * 32
+    assert summary_of(folder)["arms"]["beam"]["outcomes"] == {"rated": 8}
+    rate_folder(folder, stub.url, "good", 10, None)
+    assert len(stub.requests) == asked + 5 + AWAY + 27
+
+
+def test_a_judge_away_for_a_moment_costs_those_ratings_alone(stub, answered, impatient, monkeypatch):
+    folder = answered(None, methods="beam")
+    rate = Judge.rate
+    calls = []
+
+    def now_and_then(self, *arguments):
+        calls.append(arguments)
+        if len(calls) in (2, 3, 9):
+            raise JudgeAway("not now")
+        return rate(self, *arguments)
+
+    monkeypatch.setattr(Judge, "rate", now_and_then)
+    with pytest.raises(RunError, match="3 ratings are missing"):
+        rate_folder(folder, stub.url, "good", 10, None)
+    assert len(read_ratings(folder)) == 13
+    rate_folder(folder, stub.url, "good", 10, None)
+    assert len(read_ratings(folder)) == 16
+
+
+def test_failures_that_were_once_stored_as_ratings_are_asked_for_again(stub, answered, impatient):
+    folder = answered(None, methods="beam")
+    rate_folder(folder, stub.url, "good", 10, None)
+    path = folder / "ratings.jsonl"
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    for line, reason in zip(
+        lines,
+        ["refused (503)", "no reply within 10 s", "request failed (X)", "no rating in the reply"],
+        strict=False,
+    ):
+        line.update(value=None, reason=reason)
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    asked = len(stub.requests)
+    rate_folder(folder, stub.url, "good", 10, None)
+    assert len(stub.requests) == asked + 3
+    assert summary_of(folder)["arms"]["beam"]["outcomes"] == {"rated": 7, "rating missing": 1}
+
+
+def test_a_bench_whose_judge_goes_away_keeps_answers_and_report(stub, answered, impatient, tmp_path):
+    stub.answers_left = 4
+    with pytest.raises(RunError, match="12 ratings are missing"):
+        answered(None, methods="beam", judge_url=stub.url, judge_model="good")
+    assert summary_of(tmp_path / "out")["arms"]["beam"]["answers"] == 8
+    stub.answers_left = None
+    answered(None, methods="beam", judge_url=stub.url, judge_model="good")
+    assert summary_of(tmp_path / "out")["arms"]["beam"]["outcomes"] == {"rated": 8}
+
+
+def test_ctrl_c_says_how_far_the_rating_was(stub, answered, monkeypatch):
+    folder = answered(None, methods="beam")
+    rate = Judge.rate
+    calls = []
+
+    def interrupted(self, *arguments):
+        calls.append(arguments)
+        if len(calls) == 4:
+            raise KeyboardInterrupt
+        return rate(self, *arguments)
+
+    monkeypatch.setattr(Judge, "rate", interrupted)
+    with pytest.raises(Stopped, match="stopped with 3 of 16 ratings"):
+        rate_folder(folder, stub.url, "good", 10, None)
+    assert len(read_ratings(folder)) == 3

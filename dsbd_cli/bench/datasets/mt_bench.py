@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from dsbd_cli.bench.datasets.files import folder_of, read_jsonl, text_of, unique
-from dsbd_cli.bench.datasets.records import Dataset, MtBenchItem
+from dsbd_cli.bench.datasets.files import folder_of, read_jsonl, text_of
+from dsbd_cli.bench.datasets.records import Dataset, MtBenchItem, made
 from dsbd_cli.errors import UserError
 
 # Template names of the official file, by (has references, second turn).
@@ -44,16 +44,14 @@ def load(data_dir: Path, *, label: str | None = None, builtin: bool = False) -> 
         name = str(record["question_id"])
         given = references.get(name, ())
         items.append(MtBenchItem(name, text_of(record, "category", where), tuple(turns), given))
-    if not items:
-        raise UserError(f"{path}: no questions")
-    unique([item.id for item in items], path)
-    return Dataset(
-        kind="mt-bench",
-        label=label or f"MT-Bench, {len(items)} questions",
+    return made(
+        "mt-bench",
+        items,
+        label or f"MT-Bench, {len(items)} questions",
+        path,
+        empty=f"{path}: no questions",
+        source=folder,
         builtin=builtin,
-        source=str(folder),
-        items=tuple(items),
-        total=len(items),
         extras={"judge_prompts": judge_prompts(folder / "judge_prompts.jsonl")},
     )
 

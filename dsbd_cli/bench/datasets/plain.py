@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from dsbd_cli.bench.datasets.files import read_jsonl, unique
-from dsbd_cli.bench.datasets.records import Dataset, PlainItem
+from dsbd_cli.bench.datasets.files import read_jsonl
+from dsbd_cli.bench.datasets.records import Dataset, PlainItem, made
 from dsbd_cli.errors import UserError
 
 
@@ -28,10 +28,7 @@ def load(path: Path) -> Dataset:
         items.append(
             PlainItem(name, _prompt(record["prompt"], where), _texts(record.get("references"), where))
         )
-    if not items:
-        raise UserError(f"{path}: no prompts")
-    unique([item.id for item in items], path)
-    return Dataset("jsonl", f"{path.name}, {len(items)} prompts", False, str(path), tuple(items), len(items))
+    return made("jsonl", items, f"{path.name}, {len(items)} prompts", path, empty=f"{path}: no prompts")
 
 
 def _prompt(value: Any, where: str) -> Any:

@@ -10,13 +10,17 @@ from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
 from dsbd_cli.bench.datasets import spider_prompt, squad_prompt
+from dsbd_cli.bench.datasets.files import unique
+from dsbd_cli.bench.datasets.prompts import Example, Message, as_text, as_turns
 from dsbd_cli.bench.datasets.spider_prompt import Schema
-
-Message = dict[str, str]
+from dsbd_cli.errors import UserError
 
 
 class Item(Protocol):
-    """One thing to answer, in one or more turns; `answers` are the model's answers to the turns before."""
+    """One thing to answer, in one or more turns.
+
+    `answers` are the model's answers to the turns before, `examples` the worked ones that go before the question.
+    """
 
     @property
     def id(self) -> str: ...
@@ -24,11 +28,11 @@ class Item(Protocol):
     @property
     def turns(self) -> int: ...
 
-    def messages(self, answers: Sequence[str]) -> list[Message]:
+    def messages(self, answers: Sequence[str], examples: Sequence[Example] = ()) -> list[Message]:
         """The next prompt as chat messages."""
         ...
 
-    def text(self, answers: Sequence[str]) -> str:
+    def text(self, answers: Sequence[str], examples: Sequence[Example] = ()) -> str:
         """The next prompt as plain text, for models without a chat template."""
         ...
 
@@ -45,11 +49,24 @@ class SpiderItem:
     hardness: str | None = None
     turns: int = 1
 
-    def messages(self, answers: Sequence[str]) -> list[Message]:
-        return spider_prompt.build_messages(self.schema, self.question)
+    @property
+    def asked(self) -> str:
+        return spider_prompt.ask(self.schema, self.question)
 
-    def text(self, answers: Sequence[str]) -> str:
-        return spider_prompt.build_prompt(self.schema, self.question)
+    @property
+    def groups(self) -> frozenset[str]:
+        """What a worked example must not share with this item."""
+        return frozenset({self.schema.db_id})
+
+    def example(self) -> Example:
+        """This item as a worked example for others."""
+        return Example(self.asked, " ".join(self.gold.split()), self.groups)
+
+    def messages(self, answers: Sequence[str], examples: Sequence[Example] = ()) -> list[Message]:
+        return as_turns(spider_prompt.INSTRUCTION, examples or (spider_prompt.EXAMPLE,), self.asked)
+
+    def text(self, answers: Sequence[str], examples: Sequence[Example] = ()) -> str:
+        return as_text(spider_prompt.INSTRUCTION, examples or (spider_prompt.EXAMPLE,), self.asked)
 
 
 @dataclass(frozen=True)
@@ -60,13 +77,27 @@ class SquadItem:
     context: str
     question: str
     references: tuple[str, ...]
+    title: str = ""
     turns: int = 1
 
-    def messages(self, answers: Sequence[str]) -> list[Message]:
-        return squad_prompt.build_messages(self.context, self.question)
+    @property
+    def asked(self) -> str:
+        return squad_prompt.ask(self.context, self.question)
 
-    def text(self, answers: Sequence[str]) -> str:
-        return squad_prompt.build_prompt(self.context, self.question)
+    @property
+    def groups(self) -> frozenset[str]:
+        """What a worked example must not share with this item; a file may leave titles out."""
+        return frozenset({self.context, self.title} - {""})
+
+    def example(self) -> Example:
+        """This item as a worked example for others."""
+        return Example(self.asked, " ".join(self.references[0].split()), self.groups)
+
+    def messages(self, answers: Sequence[str], examples: Sequence[Example] = ()) -> list[Message]:
+        return as_turns(squad_prompt.INSTRUCTION, examples or (squad_prompt.EXAMPLE,), self.asked)
+
+    def text(self, answers: Sequence[str], examples: Sequence[Example] = ()) -> str:
+        return as_text(squad_prompt.INSTRUCTION, examples or (squad_prompt.EXAMPLE,), self.asked)
 
 
 @dataclass(frozen=True)
@@ -82,13 +113,13 @@ class MtBenchItem:
     def turns(self) -> int:
         return len(self.questions)
 
-    def messages(self, answers: Sequence[str]) -> list[Message]:
+    def messages(self, answers: Sequence[str], examples: Sequence[Example] = ()) -> list[Message]:
         turns: list[Message] = []
         for question, answer in zip(self.questions, answers, strict=False):
             turns += [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
         return [*turns, {"role": "user", "content": self.questions[len(answers)]}]
 
-    def text(self, answers: Sequence[str]) -> str:
+    def text(self, answers: Sequence[str], examples: Sequence[Example] = ()) -> str:
         heads = {"user": "### Human: ", "assistant": "### Assistant: "}
         lines = [heads[m["role"]] + m["content"] for m in self.messages(answers)]
         return "\n".join([*lines, "### Assistant:"])
@@ -103,12 +134,12 @@ class PlainItem:
     references: tuple[str, ...] = ()
     turns: int = 1
 
-    def messages(self, answers: Sequence[str]) -> list[Message]:
+    def messages(self, answers: Sequence[str], examples: Sequence[Example] = ()) -> list[Message]:
         if isinstance(self.prompt, str):
             return [{"role": "user", "content": self.prompt}]
         return [dict(message) for message in self.prompt]
 
-    def text(self, answers: Sequence[str]) -> str:
+    def text(self, answers: Sequence[str], examples: Sequence[Example] = ()) -> str:
         if isinstance(self.prompt, str):
             return self.prompt
         return "\n".join(message["content"] for message in self.prompt)
@@ -121,20 +152,20 @@ class Dataset:
     Attributes:
         kind: `spider`, `squad`, `mt-bench` or `jsonl`: decides the score.
         label: how outputs name it; says "built-in sample" where it is one.
-        builtin: the small sample of this project, not the benchmark.
         source: where it was read from.
         items: in the order they are asked.
         total: how many usable items the source holds; `items` may be a selection.
+        builtin: the small sample of this project, not the benchmark.
         skipped: why items of the source are not used, and how many.
         extras: data that belongs to the score (the judge's prompts).
     """
 
     kind: str
     label: str
-    builtin: bool
     source: str
     items: tuple[Item, ...]
     total: int
+    builtin: bool = False
     skipped: Mapping[str, int] = field(default_factory=dict)
     extras: Mapping[str, Any] = field(default_factory=dict)
 
@@ -167,3 +198,28 @@ class Dataset:
         """
         ordered = sorted(self.items, key=lambda item: hashlib.sha256(item.id.encode()).digest())
         return dataclasses.replace(self, items=tuple(ordered[:limit]))
+
+
+def made(
+    kind: str,
+    items: Sequence[Item],
+    label: str,
+    path: Path,
+    *,
+    empty: str,
+    source: Path | None = None,
+    **more: Any,
+) -> Dataset:
+    """The data set of one file's items, checked: what all loaders end in.
+
+    Args:
+        path: the file with the items. source: what outputs name, if not that file.
+        empty: what is wrong if there are no items.
+
+    Raises:
+        UserError: no items, or two of one id.
+    """
+    if not items:
+        raise UserError(empty)
+    unique([item.id for item in items], path)
+    return Dataset(kind, label, str(source or path), tuple(items), len(items), **more)

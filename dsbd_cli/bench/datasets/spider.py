@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from dsbd_cli.bench.datasets.files import folder_of, read_json, text_of
-from dsbd_cli.bench.datasets.records import Dataset, SpiderItem
-from dsbd_cli.bench.datasets.spider_prompt import Schema, build_messages, build_prompt, schemas_by_id
+from dsbd_cli.bench.datasets.records import Dataset, SpiderItem, made
+from dsbd_cli.bench.datasets.spider_prompt import Schema
 from dsbd_cli.errors import UserError
 
-__all__ = ["Schema", "build_messages", "build_prompt", "load", "schemas_by_id"]
+TRAINING = ("train_spider.json", "train_others.json")
 
 _SQLITE = b"SQLite format 3\0"
 
@@ -30,46 +31,72 @@ def load(data_dir: Path, *, label: str | None = None, builtin: bool = False) -> 
             )
     schemas = _schemas(folder / "tables.json")
     dev = folder / "dev.json"
-    entries = read_json(dev)
-    if not isinstance(entries, list):
-        raise UserError(f"{dev}: must be a list of questions")
-    items: list[SpiderItem] = []
     skipped: Counter[str] = Counter()
     usable: dict[str, bool] = {}
+
+    def there(db_id: str) -> bool:
+        if db_id not in usable:
+            usable[db_id] = _usable(_database(folder, db_id))
+        if not usable[db_id]:
+            skipped[f"database {db_id} is not there"] += 1
+        return usable[db_id]
+
+    items = list(_items(dev, schemas, there))
+    return made(
+        "spider",
+        items,
+        label or f"Spider dev, {len(items)} of {len(items) + skipped.total()} questions",
+        dev,
+        empty=f"{folder}: no question of dev.json has its database in {folder / 'database'}",
+        source=folder,
+        builtin=builtin,
+        skipped=dict(skipped),
+    )
+
+
+def training(data_dir: Path) -> tuple[list[SpiderItem], Path] | None:
+    """The training questions with a schema, and the file they are in; None where there is none.
+
+    Their databases need not be there: worked examples are shown, not run.
+
+    Raises:
+        UserError: a broken file.
+    """
+    folder = folder_of(data_dir, "spider", "spider_data")
+    path = next((folder / name for name in TRAINING if (folder / name).is_file()), None)
+    if path is None:
+        return None
+    schemas = _schemas(folder / "tables.json")
+    return list(_items(path, schemas, schemas.__contains__)), path
+
+
+def _items(path: Path, schemas: Mapping[str, Schema], wanted: Callable[[str], bool]) -> Iterator[SpiderItem]:
+    """The questions of a file on the wanted databases."""
+    entries = read_json(path)
+    if not isinstance(entries, list):
+        raise UserError(f"{path}: must be a list of questions")
+    folder = path.parent
     for index, entry in enumerate(entries):
-        where = f"{dev}: entry {index}"
+        where = f"{path}: entry {index}"
         if not isinstance(entry, dict):
             raise UserError(f"{where}: must be an object")
         db_id = text_of(entry, "db_id", where)
-        database = folder / "database" / db_id / f"{db_id}.sqlite"
-        if db_id not in usable:
-            usable[db_id] = _usable(database)
-        if not usable[db_id]:
-            skipped[f"database {db_id} is not there"] += 1
+        if not wanted(db_id):
             continue
         if db_id not in schemas:
             raise UserError(f"{where}: db_id {db_id!r} is not in {folder / 'tables.json'}")
-        items.append(
-            SpiderItem(
-                id=f"{index:04d}-{db_id}",
-                schema=schemas[db_id],
-                question=text_of(entry, "question", where),
-                gold=text_of(entry, "query", where),
-                database=database,
-                hardness=entry.get("hardness"),
-            )
+        yield SpiderItem(
+            id=f"{index:04d}-{db_id}",
+            schema=schemas[db_id],
+            question=text_of(entry, "question", where),
+            gold=text_of(entry, "query", where),
+            database=_database(folder, db_id),
+            hardness=entry.get("hardness"),
         )
-    if not items:
-        raise UserError(f"{folder}: no question of dev.json has its database in {folder / 'database'}")
-    return Dataset(
-        kind="spider",
-        label=label or f"Spider dev, {len(items)} of {len(entries)} questions",
-        builtin=builtin,
-        source=str(folder),
-        items=tuple(items),
-        total=len(items),
-        skipped=dict(skipped),
-    )
+
+
+def _database(folder: Path, db_id: str) -> Path:
+    return folder / "database" / db_id / f"{db_id}.sqlite"
 
 
 def _schemas(path: Path) -> dict[str, Schema]:

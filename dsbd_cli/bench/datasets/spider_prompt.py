@@ -1,14 +1,16 @@
-"""Spider (text to SQL): official layout `dev.json`, `tables.json`, `database/DB/DB.sqlite`, one-shot prompts.
+"""Spider (text to SQL): schemas, what is asked about one, and the worked example of a prompt without shots.
 
-Layout and licence: Yu et al., EMNLP 2018. Prompt form: one worked example, then the schema table by
-table, then the question, as in the paper's experiment section.
+Layout and licence: Yu et al., EMNLP 2018. Prompt form: worked examples, then the schema table by table, then
+the question, as in the paper's experiment section.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
+
+from dsbd_cli.bench.datasets.prompts import Example
 
 INSTRUCTION = "Write one SQLite query that answers the question. Reply with the SQL only."
 
@@ -53,6 +55,11 @@ class Schema:
         return "\n".join(lines)
 
 
+def ask(schema: Schema, question: str) -> str:
+    """One question, up to the place where its query goes."""
+    return f"Tables:\n{schema.listing()}\nQuestion: {question.strip()}\nSQL:"
+
+
 # The worked example is a database of its own, so it helps no question of any split more than another.
 EXAMPLE_SCHEMA = Schema(
     db_id="bakery",
@@ -67,31 +74,4 @@ EXAMPLE_SQL = (
     "SELECT T1.name, count(*) FROM baker AS T1 JOIN cake AS T2 ON T1.baker_id = T2.baker_id "
     "WHERE T1.town = 'York' GROUP BY T1.baker_id"
 )
-
-
-def _shot(schema: Schema, question: str) -> str:
-    return f"Tables:\n{schema.listing()}\nQuestion: {question}\nSQL:"
-
-
-def build_messages(schema: Schema, question: str) -> list[dict[str, str]]:
-    """The one-shot prompt as chat turns (for models with a chat template): example asked, answered, question.
-
-    Small chat models stop after the query in this form; given the same text in one user turn they go on
-    writing further examples.
-    """
-    return [
-        {"role": "user", "content": f"{INSTRUCTION}\n\n{_shot(EXAMPLE_SCHEMA, EXAMPLE_QUESTION)}"},
-        {"role": "assistant", "content": EXAMPLE_SQL},
-        {"role": "user", "content": _shot(schema, question.strip())},
-    ]
-
-
-def build_prompt(schema: Schema, question: str) -> str:
-    """The same one-shot prompt as plain text (for base models): ends in `SQL:`."""
-    example = f"{_shot(EXAMPLE_SCHEMA, EXAMPLE_QUESTION)} {EXAMPLE_SQL}"
-    return f"{INSTRUCTION}\n\n{example}\n\n{_shot(schema, question.strip())}"
-
-
-def schemas_by_id(entries: Sequence[Mapping[str, Any]]) -> dict[str, Schema]:
-    """All schemas of a parsed `tables.json`, by `db_id`."""
-    return {entry["db_id"]: Schema.from_official(entry) for entry in entries}
+EXAMPLE = Example(ask(EXAMPLE_SCHEMA, EXAMPLE_QUESTION), EXAMPLE_SQL)

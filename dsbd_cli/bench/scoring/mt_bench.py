@@ -1,5 +1,7 @@
 """MT-Bench: an OpenAI-compatible judge rates each turn from 1 to 10; what cannot be read is null, never a number.
 
+A reply is a result, also one without a rating; a judge that was not reached is none (`JudgeAway`).
+
 Templates and rating form follow Zheng et al., 2023 (FastChat, llm_judge). The last well-formed `[[n]]` counts:
 judges quote the rubric, and the answer under test, before their verdict. `[[` in the answer under test is
 broken up before it is shown, so that a rating planted there cannot be quoted back.
@@ -18,8 +20,16 @@ from dsbd_cli.bench.datasets.records import MtBenchItem
 from dsbd_cli.errors import UserError
 
 KEY_VARIABLES = ("DSBD_JUDGE_API_KEY", "OPENAI_API_KEY")
+# Reasons for a null that stands: the judge's own reply, or its refusal of this very request.
+NO_RATING, CUT, REFUSED = "no rating in the reply", "cut by the judge's token limit", "request refused"
+# Statuses by which a server refuses what it was asked (too long, unfit), and would again.
+_REFUSALS = (400, 413, 422)
 _RATING = re.compile(r"\[\[\s*(\d+(?:\.\d+)?)\s*\]\]")
 _SLOT = re.compile(r"\{(\w+)\}")
+
+
+class JudgeAway(Exception):
+    """The judge was not reached, or what came is no completion: nothing was rated; `str(error)` says why."""
 
 
 @dataclass(frozen=True)
@@ -30,6 +40,13 @@ class Rating:
     reason: str | None
     reply: str
     template: str
+
+
+def is_result(rating: Mapping[str, Any]) -> bool:
+    """Whether a line of `ratings.jsonl` stands, or is to be asked for again."""
+    if rating.get("value") is not None:
+        return True
+    return str(rating.get("reason") or "").startswith((NO_RATING, CUT, REFUSED))
 
 
 def read_rating(reply: str) -> float | None:
@@ -120,8 +137,7 @@ class Judge:
         try:
             client.with_options(timeout=min(self.timeout_s, 10.0), max_retries=0).models.list()
         except (openai.AuthenticationError, openai.PermissionDeniedError):
-            names = " or ".join(KEY_VARIABLES)
-            raise UserError(f"the judge at {self.url} refuses the key: set {names}") from None
+            raise self._refused_key() from None
         except openai.APIStatusError:
             return  # it answers; not every server lists its models
         except openai.APIConnectionError as error:
@@ -129,7 +145,12 @@ class Judge:
             raise UserError(f"no judge answers at {self.url} ({cause})") from None
 
     def rate(self, item: MtBenchItem, answers: Sequence[str], turn: int) -> Rating:
-        """One rating; a refused, slow, cut or unreadable reply gives None and the reason."""
+        """One rating; a cut or unreadable reply, or a request refused for what it asks, gives None and the reason.
+
+        Raises:
+            JudgeAway: not reached, too slow, too busy (429), broken (5xx), or no completion.
+            UserError: the key or the model is refused, as it would be every time.
+        """
         client = self.client
         import openai
 
@@ -144,14 +165,25 @@ class Judge:
             choice = response.choices[0]
             reply, ended = choice.message.content or "", choice.finish_reason
         except openai.APITimeoutError:
-            return Rating(None, f"no reply within {self.timeout_s:g} s", "", name)
+            raise JudgeAway(f"no reply within {self.timeout_s:g} s") from None
         except openai.APIStatusError as error:
-            return Rating(None, f"refused ({error.status_code})", str(error.message), name)
+            if error.status_code in _REFUSALS:
+                return Rating(None, f"{REFUSED} ({error.status_code})", str(error.message), name)
+            if error.status_code in (401, 403):
+                raise self._refused_key() from None
+            if error.status_code == 404:
+                raise UserError(
+                    f"{self.url} knows no model {self.model!r} (404): mend --judge-model"
+                ) from None
+            raise JudgeAway(f"it answers {error.status_code}") from None
         except openai.OpenAIError as error:
-            return Rating(None, f"request failed ({type(error).__name__})", str(error), name)
+            raise JudgeAway(f"request failed ({type(error).__name__})") from None
         except (AttributeError, IndexError, TypeError, ValueError) as error:
-            return Rating(None, f"not a chat completion ({type(error).__name__})", "", name)
+            raise JudgeAway(f"not a chat completion ({type(error).__name__})") from None
         if ended == "length":
-            return Rating(None, "cut by the judge's token limit", reply, name)
+            return Rating(None, CUT, reply, name)
         value = read_rating(reply)
-        return Rating(value, None if value is not None else "no rating in the reply", reply, name)
+        return Rating(value, None if value is not None else NO_RATING, reply, name)
+
+    def _refused_key(self) -> UserError:
+        return UserError(f"the judge at {self.url} refuses the key: set {' or '.join(KEY_VARIABLES)}")

@@ -16,6 +16,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal
 
+from dsbd_cli.bench.scoring.sql_extract import RULE as EXTRACTION
 from dsbd_cli.bench.scoring.sql_extract import extract_sql
 from dsbd_cli.bench.scoring.sql_runner import QueryResult, SqlRunner
 
@@ -115,6 +116,7 @@ class SpiderScorer:
         """What decides a verdict, for the result file."""
         return {
             "rule": RULE,
+            "extraction": EXTRACTION,
             "keep_distinct": self.keep_distinct,
             "plug_value": False,
             "timeout_s": self.runner.seconds,
