@@ -21,6 +21,11 @@ ONE_BEAM_METHODS = ("multinomial", "speculative", "specinfer")
 DEFAULT_TREE = (2, 2, 1)
 NONE = ("none", "null")  # how a number that may be absent is said to be so, in text
 MOST = 4096  # of anything that takes memory for each of them
+_CHOICES = {"method": METHODS, "verify": VERIFY_RULES, "early_stopping": EARLY_STOPPING, "kv": KV_MODES,
+            "forest": FORESTS}  # fmt: skip
+_AT_LEAST = {"width": 1, "draft_width": 1, "gamma": 0, "min_width": 1, "top_k": 0, "max_new_tokens": 0,
+             "num_return": 1}  # fmt: skip
+_LIMITED = ("width", "draft_width", "gamma")
 # Temperature has no meaning in the deterministic mode, nor has anything that acts through it.
 SAMPLING_ONLY = ("temperature", "top_k", "top_p", "threshold", "kv")
 
@@ -87,40 +92,12 @@ class Settings:
             wide = type(self.width) is int and self.width >= 2
             object.__setattr__(self, "min_width", 2 if wide else 1)
         for field in dataclasses.fields(self):
-            object.__setattr__(self, field.name, _typed(field.name, getattr(self, field.name)))
-        _one_of("method", self.method, METHODS)
-        _one_of("verify", self.verify, VERIFY_RULES)
-        _one_of("early-stopping", self.early_stopping, EARLY_STOPPING)
-        _one_of("kv", self.kv, KV_MODES)
-        _one_of("forest", self.forest, FORESTS)
-        for name, low in (("width", 1), ("draft_width", 1), ("gamma", 0), ("min_width", 1),
-                          ("top_k", 0), ("max_new_tokens", 0), ("num_return", 1)):  # fmt: skip
-            if getattr(self, name) < low:
-                raise UserError(f"{_option(name)} must be at least {low}, not {getattr(self, name)}")
-        for name in ("width", "draft_width", "gamma"):
-            if getattr(self, name) > MOST:
-                raise UserError(f"{_option(name)} must be at most {MOST}, not {getattr(self, name)}")
+            value = _typed(field.name, getattr(self, field.name))
+            object.__setattr__(self, field.name, value)
+        for field in dataclasses.fields(self):
+            _in_range(field.name, getattr(self, field.name))
         if self.min_width > self.width:
             raise UserError(f"min-width {self.min_width} is above width {self.width}")
-        if not (math.isfinite(self.temperature) and self.temperature >= 0):
-            raise UserError(f"temperature must be 0 (greedy) or a positive number, not {self.temperature}")
-        if not 0 <= self.top_p <= 1:
-            raise UserError(f"top-p must lie in 0..1 (1 = off), not {self.top_p}")
-        if self.threshold is not None and not 0 < self.threshold <= 1:
-            raise UserError(f"threshold must lie in (0, 1], or be `none`, not {self.threshold:g}")
-        if not -10 <= self.length_penalty <= 10:  # beyond, length ** alpha leaves the range of numbers
-            raise UserError(f"length-penalty must lie in -10..10, not {self.length_penalty}")
-        if self.tree is not None and (not self.tree or min(self.tree) < 1):
-            raise UserError(f"tree must be positive numbers such as 2,2,1, not {list(self.tree)}")
-        if self.tree is not None and math.prod(self.tree) > MOST:
-            raise UserError(f"tree must have at most {MOST} leaves, not {math.prod(self.tree)}")
-        for name, texts in (("stop", self.stop), ("system", (self.system or "",))):
-            if any(map(broken, texts)):
-                raise UserError(f"{name} is not UTF-8 text: check the terminal's or the file's encoding")
-        if any(not text for text in self.stop):
-            raise UserError("stop must not be an empty string")
-        if self.seed is not None and self.seed < 0:
-            raise UserError(f"seed must not be negative, not {self.seed}")
         beams = 1 if self.method in ONE_BEAM_METHODS else self.width
         if self.num_return > beams:
             raise UserError(f"num-return {self.num_return} is more than the {beams} beam(s) of this run")
@@ -177,6 +154,46 @@ def never_passes(settings: Settings) -> str | None:
         f"draft-width {settings.draft_width} is below the {most} draws that a layer needs: under `paper` no "
         f"drafted layer can pass, so nothing is gained by drafting; give draft-width {most} or more"
     )
+
+
+def check_value(name: str, value: Any) -> None:
+    """Refuse a value that no other setting can make possible.
+
+    Raises:
+        UserError: of another type, or out of its range.
+    """
+    _in_range(name, _typed(name, value))
+
+
+def _in_range(name: str, value: Any) -> None:
+    if name in _CHOICES:
+        _one_of(_option(name), value, _CHOICES[name])
+    elif name in _AT_LEAST:
+        if value < _AT_LEAST[name]:
+            raise UserError(f"{_option(name)} must be at least {_AT_LEAST[name]}, not {value}")
+        if name in _LIMITED and value > MOST:
+            raise UserError(f"{_option(name)} must be at most {MOST}, not {value}")
+    elif name == "temperature" and not (math.isfinite(value) and value >= 0):
+        raise UserError(f"temperature must be 0 (greedy) or a positive number, not {value}")
+    elif name == "top_p" and not 0 <= value <= 1:
+        raise UserError(f"top-p must lie in 0..1 (1 = off), not {value}")
+    elif name == "threshold" and value is not None and not 0 < value <= 1:
+        raise UserError(f"threshold must lie in (0, 1], or be `none`, not {value:g}")
+    elif name == "length_penalty" and not -10 <= value <= 10:  # beyond, length ** alpha leaves all numbers
+        raise UserError(f"length-penalty must lie in -10..10, not {value}")
+    elif name == "tree" and value is not None:
+        if not value or min(value) < 1:
+            raise UserError(f"tree must be positive numbers such as 2,2,1, not {list(value)}")
+        if math.prod(value) > MOST:
+            raise UserError(f"tree must have at most {MOST} leaves, not {math.prod(value)}")
+    elif name in ("stop", "system"):
+        texts = value if name == "stop" else (value or "",)
+        if any(map(broken, texts)):
+            raise UserError(f"{name} is not UTF-8 text: check the terminal's or the file's encoding")
+        if name == "stop" and any(not text for text in texts):
+            raise UserError("stop must not be an empty string")
+    elif name == "seed" and value is not None and value < 0:
+        raise UserError(f"seed must not be negative, not {value}")
 
 
 def broken(text: str) -> bool:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
-from dsbd_cli.bench.arms import METHODS, Arm, build_arms
+from dsbd_cli.bench.arms import Arm, build_arms
+from dsbd_cli.bench.methods import METHODS
 from dsbd_cli.bench.sweep import label_of, parse_sweep
 from dsbd_cli.errors import UserError
 from dsbd_cli.settings import Settings

@@ -5,26 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-import numpy as np
-
 from dsbd_cli.bench import stats
+from dsbd_cli.bench.stats import median
 
 Record = Mapping[str, Any]
-_DRAWS, _SEED = 2000, 20250101
 _AT_REST = "did not move"  # what `energy_probes` says of a counter over a window that is too short for it
-
-
-def median(values: Sequence[float]) -> stats.Estimate:
-    """The median with a 95 % bootstrap interval (percentiles, fixed seed)."""
-    array = np.asarray(values, float)
-    if array.size == 0:
-        return stats.NONE
-    low, high = None, None
-    if array.size > 1:
-        sample = np.random.default_rng(_SEED).integers(0, array.size, (_DRAWS, array.size))
-        ends = np.percentile(np.median(array[sample], axis=1), [2.5, 97.5])
-        low, high = float(ends[0]), float(ends[1])
-    return stats.Estimate(float(np.median(array)), low, high, int(array.size))
 
 
 def summarise(
@@ -80,7 +65,10 @@ def _numbers(rows: Mapping[str, Mapping[str, Any]], bytes_read: Mapping[str, int
 
     def per(top: str, bottom: str) -> dict[str, Any] | None:
         a, b = column(top), column(bottom)
-        return None if a is None or b is None else stats.ratio(a, b).to_dict()
+        if a is None or b is None:
+            return None
+        rate = stats.rate(a, b)  # of the sums, which have no interval that holds; the medians have
+        return stats.Estimate(rate.of_sums, None, None, len(a)).to_dict()
 
     speeds = [row["new_tokens"] / row["decode_s"] for row in rows.values() if row["decode_s"]]
     target, draft, seconds = column("target_calls"), column("draft_calls"), column("decode_s")

@@ -7,33 +7,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from dsbd_cli.bench.sweep import COMMON, OF_METHOD, Grid, label_of, points
+from dsbd_cli.bench.methods import COMMON, METHODS, OF_METHOD
+from dsbd_cli.bench.sweep import Grid, label_of, points
 from dsbd_cli.errors import UserError
-from dsbd_cli.settings import DEFAULTS, Settings, near
+from dsbd_cli.settings import DEFAULTS, Settings
 
-# Name on the command line -> (method as the sweep knows it, settings that the name implies).
-METHODS: Mapping[str, tuple[str, dict[str, Any]]] = {
-    "multinomial": ("multinomial", {}),
-    "beam": ("beam", {}),
-    "speculative": ("speculative", {}),
-    "specinfer": ("specinfer", {}),
-    "dsbd": ("dsbd", {}),
-    "dsbd:paper": ("dsbd", {"verify": "paper"}),
-    "dsbd:continue": ("dsbd", {"verify": "continue"}),
-    "dsbd:cover": ("dsbd", {"verify": "cover"}),
-    "dsbd-kv-one": ("dsbd", {"kv": "one"}),
-    "hf-sample": ("hf-sample", {}),
-    "hf-beam-sample": ("hf-beam-sample", {}),
-    "hf-beam-search": ("hf-beam-search", {}),
-    "hf-assisted": ("hf-assisted", {}),
-}
-DEFAULT_METHODS = ("multinomial", "beam", "speculative", "specinfer", "dsbd")
-GROUPS = {
-    "all": tuple(METHODS),
-    "ours": tuple(name for name in METHODS if not name.startswith("hf-")),
-    "hf": tuple(name for name in METHODS if name.startswith("hf-")),
-    "default": DEFAULT_METHODS,
-}
 # Hugging Face's methods are run by `generate`; these settings only carry their numbers.
 _CARRIER = {"hf-sample": "multinomial", "hf-assisted": "speculative",
             "hf-beam-sample": "beam", "hf-beam-search": "beam"}  # fmt: skip
@@ -76,27 +54,12 @@ class Arm:
         return {name: values[name] for name in (*_EVERYWHERE, *OF_METHOD[self.kind])}
 
 
-def parse_methods(text: str) -> list[str]:
-    """Method names from `a,b,c`; `all`, `ours`, `hf` and `default` stand for groups.
-
-    Raises:
-        UserError: an unknown name, or none.
-    """
-    names: list[str] = []
-    for word in text.replace(",", " ").split():
-        if word not in METHODS and word not in GROUPS:
-            known = (*METHODS, *GROUPS)
-            raise UserError(
-                f"--methods: unknown method {word!r}{near(word, known)}; known: {', '.join(known)}"
-            )
-        names += GROUPS.get(word, (word,))
-    if not names:
-        raise UserError(f"--methods is empty; known: {', '.join((*METHODS, *GROUPS))}")
-    return list(dict.fromkeys(names))
-
-
 def build_arms(
-    methods: Sequence[str], base: Settings, given: Mapping[str, Any], grids: Sequence[Grid]
+    methods: Sequence[str],
+    base: Settings,
+    given: Mapping[str, Any],
+    grids: Sequence[Grid],
+    asked: bool = True,
 ) -> tuple[list[Arm], list[str]]:
     """The arms of a run, and notes about what was left out.
 
@@ -105,9 +68,11 @@ def build_arms(
         base: the preset's settings.
         given: settings from the command line; each reaches the methods it has a meaning for.
         grids: sweeps.
+        asked: whether the user wrote them; sweeps of ours may find nothing to try.
 
     Raises:
-        UserError: settings that no method of the run takes, or that exclude each other.
+        UserError: settings that no method of the run takes, or that exclude each other; a sweep of which
+            nothing can be run.
     """
     for name in ("method", "seed", "num_return"):
         if name in given and name != "seed":
@@ -116,6 +81,7 @@ def build_arms(
     used: set[str] = {"seed"}
     arms: list[Arm] = []
     notes: list[str] = []
+    tried, refusal = 0, None
     for method in methods:
         kind, implied = METHODS[method]
         mine = (*_EVERYWHERE, *OF_METHOD[kind])
@@ -134,13 +100,17 @@ def build_arms(
         for point in points(grids, kind, method):
             try:
                 arm = Arm(f"{method} {label_of(point)}", method, _settings(kind, base, local | point), point)
-            except UserError:
+            except UserError as error:
                 wrong += 1
+                refusal = refusal or error
                 continue
+            tried += 1
             if not any(arm.method == other.method and arm.settings == other.settings for other in arms):
                 arms.append(arm)
         if wrong:
             notes.append(f"{method}: {wrong} settings of the sweep exclude themselves and are left out")
+    if asked and refusal is not None and not tried:
+        raise UserError(f"--sweep: none of its settings can be run: {refusal}")
     unused = [name for name in given if name not in used]
     if unused:
         raise UserError(f"--{unused[0].replace('_', '-')} means nothing to the methods of this run")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from dsbd_cli.bench.measure import Backend, PairBackend
 from dsbd_cli.bench.plan import Plan
 from dsbd_cli.bench.progress import BenchProgress, Figures, tell
 from dsbd_cli.bench.prompting import Prompter, check_prompts, prompter_of_spec
+from dsbd_cli.bench.resume import cut_items
 from dsbd_cli.bench.runner import Job, Runner
 from dsbd_cli.bench.score import PRIMARY, Scorer
 from dsbd_cli.bench.scoring.mt_bench import Judge
@@ -128,11 +129,11 @@ def run_bench(plan: Plan, *, open_backend: Callable[[Plan, World], Backend] = op
         plan = check_plan(plan, prompter, scorer)
         judge = make_judge(plan) if first else None
         facts = fingerprint(plan, prompter, scorer)
-        with Store(plan.out, world.rank, world.world, tell) as store:
+        with Store(plan.out, world.rank, world.size, tell) as store:
             results = store.mend() if first else []
             jobs = plan.jobs()
             done = {key_of(record) for record in results}
-            if first and world.world == 1 and _finished(store, facts, _sources(plan), jobs, done):
+            if first and world.size == 1 and _finished(store, facts, _sources(plan), jobs, done):
                 tell(f"all {len(jobs)} answers are there already: {plan.out}")
             else:
                 world.start()
@@ -185,18 +186,18 @@ def _measure(
 ) -> None:
     """Load, warm up, answer what is not answered yet, and merge."""
     _collect(world, store, results)
-    done = {tuple(key) for key in world.broadcast([list(key_of(record)) for record in results])}
     backend = open_backend(plan, world)
     facts = {**facts, "models": backend.facts(), "devices": _device_names(backend)}
     session = context.session(backend.devices(), context.command_line())
     idle = backend.meter.idle_watts
     number = 0
     if world.rank == 0:
+        arms_before = (store.read_run() or {}).get("arms", {})
         number = store.claim(
             {
                 "fingerprint": _plain(facts),
                 "sources": _plain(_sources(plan)),
-                "session": {**session, "idle_watts": idle, "processes": world.world},
+                "session": {**session, "idle_watts": idle, "processes": world.size},
                 "arms": {
                     arm.name: _plain(
                         {"method": arm.method, "settings": arm.shown(), "swept": dict(arm.swept)}
@@ -214,7 +215,9 @@ def _measure(
         )
         if backend.meter.reason:
             tell(f"energy is not measured: {backend.meter.reason}")
+        _drop_cut(plan, store, results, arms_before)
     number = world.broadcast(number)
+    done = {tuple(key) for key in world.broadcast([list(key_of(record)) for record in results])}
     own = {item.id for item in world.mine(plan.dataset.items)}
     mine = [job for job in plan.jobs() if job.item.id in own]
     todo = [job for job in mine if job.key not in done]
@@ -243,12 +246,29 @@ def _measure(
     except KeyboardInterrupt:
         there = f"{len(done) + written} of {len(plan.jobs())} answers"
         raise Stopped(f"stopped with {there}; the same command goes on") from None
+    finally:
+        if world.rank == 0:
+            store.end_session(number, {"load_at_end": context.load()})
     _merge(world, store, results, written)
+
+
+def _drop_cut(plan: Plan, store: Store, results: list[Record], arms: Collection[str]) -> None:
+    """Take back the answers of items that a session was cut in: they are given again, together."""
+    cut = cut_items(results, plan.jobs(), arms)
+    kept = [record for record in results if (record["item"], record["repeat"]) not in cut]
+    if len(kept) < len(results):
+        names = ", ".join(sorted({item for item, _ in cut}))
+        tell(
+            f"{len(results) - len(kept)} answer(s) to {names} are given again: the run was cut there, and clocks of "
+            "two sessions are no pair"
+        )
+        results[:] = kept
+        store.write_results(results)
 
 
 def _collect(world: World, store: Store, results: list[Record]) -> None:
     """Bring what an earlier, cut run left in parts on any machine to rank 0, before anything is asked."""
-    if world.world == 1:
+    if world.size == 1:
         return
     kept = world.gather(store.own_lines() if world.leader else [])
     if kept is not None and _add_new(results, kept):
@@ -271,7 +291,7 @@ def _add_new(results: list[Record], gathered: Sequence[Sequence[Record]]) -> int
 
 def _merge(world: World, store: Store, results: list[Record], written: int) -> None:
     """Bring every process's results to rank 0."""
-    if world.world == 1:
+    if world.size == 1:
         return
     total = world.total(written)
     gathered = world.gather(store.own_lines() if world.leader else [])

@@ -29,6 +29,8 @@ def session(devices: list[str], command: list[str]) -> dict[str, Any]:
         "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "cpu": cpu_name(),
         "cores": os.cpu_count(),
+        "usable_cores": usable_cores(),
+        "load": load(),
         "threads": torch.get_num_threads(),
         "devices": {name: device_name(name) for name in dict.fromkeys(devices)},
         "cuda": torch.version.cuda,
@@ -40,6 +42,22 @@ def session(devices: list[str], command: list[str]) -> dict[str, Any]:
         "commit": commit(),
         "command": command,
     }
+
+
+def usable_cores() -> int | None:
+    """Cores that this process may run on."""
+    try:
+        return len(os.sched_getaffinity(0))
+    except AttributeError:  # not on every system
+        return os.cpu_count()
+
+
+def load() -> float | None:
+    """Load average of the last minute, this process's own share in it; None where the system has none."""
+    try:
+        return round(os.getloadavg()[0], 2)
+    except (AttributeError, OSError):
+        return None
 
 
 def device_name(name: str) -> str:

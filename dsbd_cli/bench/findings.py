@@ -1,21 +1,27 @@
-"""What a run's numbers say, as sentences of the report."""
+"""What a run's numbers say, as sentences: first what a reader came for, quality as plainly as speed."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from html import escape
 from typing import Any
 
-from dsbd_cli.bench.table import interval
+from dsbd_cli.bench.cells import fixed
+from dsbd_cli.bench.stats import FEWEST, MOST_NEEDED
+from dsbd_cli.bench.tables import needed
 
 Run = Mapping[str, Any]
+Show = Callable[..., str]
+NAMES = {"hf-beam-sample": "Hugging Face's sampled beams", "hf-beam-search": "Hugging Face's beam search"}
 
 
 def findings(run: Run) -> str:
-    """What the numbers say, as sentences; only what an interval backs is called a difference."""
+    """The section "In short"; only what an interval backs is called a difference."""
     base = run["baseline"]
-    lines = [
-        f"<li>{_finding(name, arm, base)}.</li>"
+    lines = [f"<li>{line}</li>" for line in _against_hf(run)]
+    lines += [
+        f"<li>{sentence(name, base, arm['against_baseline'], run)}</li>"
         for name, arm in run["arms"].items()
         if name != base
         and arm["against_baseline"]
@@ -23,42 +29,116 @@ def findings(run: Run) -> str:
         and not arm["method"].startswith("hf-")
     ]
     if best := _best_swept(run):
-        lines.append(best)
-    few = run["data"]["items"] < 30
-    caution = "<p>With so few items the intervals are wide: take this as a demonstration.</p>" if few else ""
-    return f"<h2>In short</h2><ul>{''.join(lines)}</ul>{caution}" if lines else caution
+        lines.append(f"<li>{best}</li>")
+    many = len(lines) > 4
+    caution = (
+        "<p>Each interval is for itself: of twenty differences that do not exist, about one looks clear.</p>"
+        if many
+        else ""
+    )
+    return f"<h2>In short</h2><ul class='short'>{''.join(lines)}</ul>{caution}"
 
 
-def _finding(name: str, arm: Run, base: str) -> str:
-    against = arm["against_baseline"]
-    parts = []
-    if against["speed"]["value"] is not None:
-        parts.append(
-            f"{interval(against['speed'], 2)} times the tokens/s of {escape(base)}{_doubt(against['speed'], 1)}"
-        )
-    for key, words in (("logprob", "log-prob per token"), ("score", "score")):
-        entry = against[key]
-        if entry["value"] is None:
-            continue
-        if entry["value"] == entry["low"] == entry["high"] == 0:
-            parts.append(f"same {words} on every item")
-        else:
-            parts.append(f"{words} {_signed(entry)}{_doubt(entry, 0)}")
-    if against["joules_per_token"]["value"] is not None:
-        parts.append(f"{interval(against['joules_per_token'], 2)} times its joules per token")
-    return f"<b>{escape(name)}</b>: " + "; ".join(parts)
+def _against_hf(run: Run) -> list[str]:
+    """DSBD against what people would use instead; or how to come by it."""
+    if run["against_hf"]:
+        # Variants of dsbd stand in the table of comparisons.
+        first = run["against_hf"][0]["arm"]
+        return [
+            sentence(entry["arm"], entry["base"], entry, run, NAMES.get(entry["base"]))
+            for entry in run["against_hf"]
+            if entry["arm"] == first
+        ]
+    if not any(arm["method"].startswith("dsbd") for arm in run["arms"].values()):
+        return []
+    return [
+        "Hugging Face's beams were not run here, so nothing is said against them: add <code>hf-beam-sample</code> or "
+        "<code>hf-beam-search</code> to <code>--methods</code>, and the same command adds them to this run."
+    ]
 
 
-def _signed(entry: Mapping[str, Any]) -> str:
-    text = f"{entry['value']:+.3f}"
-    return text if entry["low"] is None else f"{text} [{entry['low']:+.3f}, {entry['high']:+.3f}]"
+def sentence(name: str, base: str, entry: Run, run: Run, base_name: str | None = None) -> str:
+    """One comparison: speed, then quality, then energy, each with a verdict, its n and what would settle it."""
+    other = escape(base_name or base, quote=False)
+    qualities = (("score", run["primary"][1]), ("f1", "F1"), ("logprob", "log-prob (nats per token)"))
+    shown: list[tuple[str, Show]] = [("speed", partial(_speed, note=entry["clocks"]))]
+    shown += [(key, partial(_quality, what=what)) for key, what in qualities]
+    shown.append(("joules_per_token", _joules))
+    known = [(entry[key], show) for key, show in shown if entry[key]["value"] is not None]
+    counts = [one["items"] for one, _ in known]
+    # Said once where all rest on as many items.
+    n = counts[0] if len(set(counts)) == 1 else None
+    parts = [show(one, n=n) for one, show in known]
+    if entry["speed"]["value"] is None:
+        parts.insert(0, f"speed is not compared ({escape(entry['clocks'] or 'no clock')})")
+    if entry["score"]["value"] is None:
+        parts.append(f"{escape(run['primary'][1])} is not known")
+    head = "" if n is None else f" (n = {n})"
+    return f"<b>{escape(name)}</b> against <b>{other}</b>{head}: " + "; ".join(parts) + "."
 
 
-def _doubt(entry: Mapping[str, Any], null: float) -> str:
-    """A remark where the interval holds "no difference", or is not known."""
+def _speed(entry: Mapping[str, Any], note: str | None, n: int | None) -> str:
+    verdict = _verdict(entry, 1.0, "<b>faster</b>", "<b>slower</b>", "no difference in speed shown")
+    text = f"{verdict}, {fixed(entry['value'], 2)} times the tokens/s{_basis(entry, 2, '', n)}"
+    sums = entry.get("of_sums")
+    # Both stand here where they would lead to different words.
+    if sums is not None and not 0.87 < sums / entry["value"] < 1.15:
+        text += f", {fixed(sums, 2)} times by the sums over all items"
+    if note:
+        text += f" ({escape(note)})"
+    return text + _outlying(entry) + _power(entry, 1.0)
+
+
+def _outlying(entry: Mapping[str, Any]) -> str:
+    found = entry.get("outliers") or []
+    if not found:
+        return ""
+    shown = ", ".join(f"{escape(o['item'])} ({o['ratio']:.3g} times)" for o in found[:3])
+    more = f" and {len(found) - 3} more" if len(found) > 3 else ""
+    return f"; standing out: {shown}{more}"
+
+
+def _quality(entry: Mapping[str, Any], what: str, n: int | None) -> str:
+    what = escape(what)
+    if entry["differing"] == 0:
+        return f"the <b>same</b> {what} on each of {entry['items']} items"
+    verdict = _verdict(
+        entry, 0.0, f"<b>better</b> {what}", f"<b>worse</b> {what}", f"no difference in {what} shown"
+    )
+    return f"{verdict}, {entry['value']:+.3f}{_basis(entry, 3, '+', n)}{_power(entry, 0.0)}"
+
+
+def _joules(entry: Mapping[str, Any], n: int | None) -> str:
+    verdict = _verdict(
+        entry, 1.0, "<b>more</b> energy", "<b>less</b> energy", "no difference in energy shown"
+    )
+    return f"{verdict}, {fixed(entry['value'], 2)} times the joules per token{_basis(entry, 2, '', n)}"
+
+
+def _verdict(entry: Mapping[str, Any], null: float, above: str, below: str, neither: str) -> str:
+    if entry["low"] is None or entry["low"] <= null <= entry["high"]:
+        return neither
+    return above if entry["low"] > null else below
+
+
+def _basis(entry: Mapping[str, Any], places: int, sign: str, n: int | None) -> str:
+    """The interval, or why there is none, and n where it was not said yet."""
+    own = f"n = {entry['items']}" if n is None else ""
     if entry["low"] is None:
-        return " (one item: no interval)"
-    return " (no clear difference)" if entry["low"] <= null <= entry["high"] else ""
+        why = "too few for an interval" if entry["items"] < FEWEST else "too few differ for an interval"
+        return f" ({', '.join(filter(None, (own, why)))})"
+    return f" [{entry['low']:{sign}.{places}f}, {entry['high']:{sign}.{places}f}]" + (
+        f" ({own})" if own else ""
+    )
+
+
+def _power(entry: Mapping[str, Any], null: float) -> str:
+    """Where no difference was shown: how many items would show one of this size."""
+    count = entry["needed"]
+    if count is None or entry["low"] is None or not entry["low"] <= null <= entry["high"]:
+        return ""
+    about = needed(count) if count >= MOST_NEEDED else f"about {needed(count)}"
+    return f"; {about} items would show a difference of this size"
 
 
 def _best_swept(run: Run) -> str | None:
@@ -75,17 +155,15 @@ def _best_swept(run: Run) -> str | None:
         and _not_below(arm["against_baseline"]["logprob"])
         and _not_below(arm["against_baseline"]["score"])
     ]
+    if not arms:
+        return None
     if not good:
-        return (
-            f"<li>None of the {len(arms)} swept DSBD arms has at least the baseline's quality.</li>"
-            if arms
-            else None
-        )
+        return f"None of the {len(arms)} swept DSBD arms has at least the baseline's log-prob and score."
     _, name, arm = max(good, key=lambda entry: entry[0])
     return (
-        f"<li>Fastest of the {len(good)} (of {len(arms)}) swept DSBD arms whose log-prob and score are at least the "
-        f"baseline's: {_finding(name, arm, run['baseline'])}. It was picked on these very items, which flatters "
-        "it.</li>"
+        f"Fastest of the {len(good)} (of {len(arms)}) swept DSBD arms whose log-prob and score are at least the "
+        f"baseline's: {sentence(name, run['baseline'], arm['against_baseline'], run)} It was picked on these very "
+        "items, which flatters it."
     )
 
 

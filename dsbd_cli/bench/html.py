@@ -6,22 +6,12 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any, NamedTuple
 
-from dsbd_cli.bench import published
+from dsbd_cli.bench import published, tables
+from dsbd_cli.bench.cells import word
 from dsbd_cli.bench.findings import findings
 from dsbd_cli.bench.html_style import CSS
-from dsbd_cli.bench.plots import family, front
-from dsbd_cli.bench.table import (
-    COLUMNS,
-    NA,
-    energy_line,
-    fixed,
-    headings,
-    interval,
-    number,
-    outcome_rows,
-    row,
-    size,
-)
+from dsbd_cli.bench.tables import Table
+from dsbd_cli.bench.terminal import energy_line
 
 Run = Mapping[str, Any]
 
@@ -34,12 +24,17 @@ class Figure(NamedTuple):
 
 
 TITLES = {
-    "pareto_speed": ("Quality against speed", "Up and to the right is better. Lines join the arms of DSBD, and "
-                     "of beam sampling, that no other arm of their kind beats on both axes. Bars: 95 % intervals."),
-    "pareto_energy": ("Quality against energy", "Up and to the right (fewer joules) is better."),
-    "width": ("What beams buy", "Mean number of distinct beams per layer against speed, energy and quality."),
+    "pareto_speed": ("Quality against speed", "Up and to the right is better. Coloured lines join the arms of DSBD, "
+                     "and of beam sampling, that no other arm of their kind beats on both axes; the dashed one those "
+                     "that none of all arms beats. Bars: 95 % intervals."),
+    "pareto_energy": ("Quality against energy", "Up and to the right (fewer joules) is better. Bars: 95 % intervals."),
+    "speed_ups": ("Speed-ups item by item", "Pale dots are items, the mark beneath is their median with its 95 % "
+                  "interval; the line is the baseline."),
+    "layers": ("Layers a call, item by item", "How many layers one target call commits, prefill left out: plain "
+               "decoding commits one. Pale dots are items, the mark beneath is their median with its 95 % interval."),
+    "width": ("What beams buy", "Distinct beams per layer against speed, energy and quality. Bars: 95 % intervals."),
     "depth": ("Acceptance by depth", "Share of drafts accepted at each layer of the draft: where it falls low, "
-              "longer drafts do not pay."),
+              "longer drafts do not pay. Bars: 95 % intervals over items; the legend counts the drafts at each layer."),
 }  # fmt: skip
 
 
@@ -59,11 +54,13 @@ def page(
         parts.append(_head(run, len(runs) > 1))
     for name in ("pareto_speed", "pareto_energy"):
         parts.append(_figure(name, figures, runs))
+    parts += [_comparisons(run, len(runs) > 1) for run in runs]
     parts += [_paper_tables(run, len(runs) > 1) for run in runs]
     parts += [_figure(name, figures, runs) for name in figures if not name.startswith("pareto")]
     for run, results in zip(runs, answers, strict=True):
-        parts += [_outcomes(run), _examples(run, results)]
-    parts += [_conditions(run) for run in runs]
+        parts += [_section(tables.depths(run), run, len(runs) > 1)]
+        parts += [_section(tables.outcomes(run), run, len(runs) > 1), _examples(run, results)]
+    parts += [_conditions(run, len(runs) > 1) for run in runs]
     parts.append(_how())
     body = "\n".join(part for part in parts if part)
     return (
@@ -82,14 +79,43 @@ def _dataset(run: Run) -> str:
     return f"{names[data['kind']]}{' (built-in sample)' if data['builtin'] else ''}"
 
 
-def table(names: Sequence[str], rows: Sequence[Sequence[str]], marked: Sequence[int] = ()) -> str:
-    """A table that scrolls sideways in its own box; `marked` rows stand out."""
-    head = "".join(f"<th>{escape(text)}</th>" for text in names)
+def grid(names: Sequence[str], rows: Sequence[Sequence[str]], marked: Sequence[int] = ()) -> str:
+    """A table that scrolls sideways in its own box, and says so where it may; `marked` rows stand out."""
+    head = "".join(f'<th scope="col">{escape(text)}</th>' for text in names)
     lines = []
     for place, cells in enumerate(rows):
         mark = ' class="mark"' if place in marked else ""
-        lines.append(f"<tr{mark}>" + "".join(f"<td>{escape(cell)}</td>" for cell in cells) + "</tr>")
-    return f'<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>{"".join(lines)}</tbody></table></div>'
+        first, *others = cells
+        body = "".join(f"<td>{escape(cell)}</td>" for cell in others)
+        lines.append(f'<tr{mark}><th scope="row">{escape(first)}</th>{body}</tr>')
+    # Of more columns than this, some lie beyond the edge of a desk's screen too.
+    many = " many" if len(names) > 10 else ""
+    hint = ""
+    if len(names) > 3:
+        words = f"scroll sideways for all {len(names)} columns"
+        hint = f'<p class="hint{many}" aria-hidden="true">{words} \u2192</p>'
+    return (
+        f'{hint}<div class="wide" tabindex="0"><table><thead><tr>{head}</tr></thead>'
+        f"<tbody>{''.join(lines)}</tbody></table></div>"
+    )
+
+
+def shown(table: Table) -> str:
+    note = f'<p class="note">{escape(table.note)}</p>' if table.note else ""
+    return grid(table.heads, table.texts(), table.marked) + note
+
+
+def _section(table: Table, run: Run, several: bool) -> str:
+    """A table under its heading; nothing where it is empty."""
+    if not table.rows:
+        return ""
+    title = f"{table.title} ({run['name']})" if several else table.title
+    return f"<h2>{escape(title)}</h2>{shown(table)}"
+
+
+def _comparisons(run: Run, several: bool) -> str:
+    made = (tables.comparisons(run, every=False), tables.outliers(run), tables.turns(run), tables.groups(run))
+    return "".join(_section(table, run, several) for table in made)
 
 
 def _head(run: Run, several: bool) -> str:
@@ -111,15 +137,18 @@ def _head(run: Run, several: bool) -> str:
         ("Seed", str(run["seed"])),
     ]
     listing = "".join(f"<dt>{escape(name)}</dt><dd>{escape(text)}</dd>" for name, text in facts)
-    arms = list(run["arms"].items())
-    rows = [row(name, arm, run) for name, arm in arms]
-    best = [place for place, (name, _) in enumerate(arms) if name == run["baseline"]]
-    legend = "".join(f"<li><b>{escape(name)}</b>: {escape(text)}</li>" for name, text in COLUMNS[1:])
+    results = tables.results(run)
+    legend = "".join(
+        f"<li><b>{escape(column.head)}</b>: {escape(column.meaning)}</li>"
+        for column in results.columns
+        if column.meaning
+    )
     title = f"<h2>{escape(run['name'])}</h2>" if several else ""
+    for note in run["warnings"]:
+        warning += f'<p class="warn">{escape(note[0].upper() + note[1:])}.</p>'
     return (
-        f"{title}{warning}<dl>{listing}</dl>{findings(run)}<h2>Results</h2>"
-        f"{table(headings(run), rows, best)}"
-        f"<details><summary>What the columns mean</summary><ul>{legend}</ul></details>"
+        f"{title}{warning}{findings(run)}<h2>Results</h2>{shown(results)}"
+        f"<details><summary>What the columns mean</summary><ul>{legend}</ul></details><dl>{listing}</dl>"
     )
 
 
@@ -160,89 +189,26 @@ def _figure(name: str, figures: Mapping[str, Figure], runs: Sequence[Run]) -> st
     )
     shape = "plot single" if figures[name].panels == 1 else "plot"
     return (
-        f'<h2>{escape(title)}</h2><p>{escape(words)}</p><div class="wide"><img class="{shape}" alt="{escape(title)}" '
-        f'src="{figures[name].uri}"></div>'
+        f"<h2>{escape(title)}</h2><p>{escape(words)}</p>"
+        '<p class="hint" aria-hidden="true">scroll sideways for the whole picture \u2192</p>'
+        f'<div class="wide" tabindex="0"><img class="{shape}" alt="{escape(title)}" src="{figures[name].uri}"></div>'
     )
 
 
 def _paper_tables(run: Run, several: bool) -> str:
     """Tables in the form of the paper's Table 1 (cost at a quality) and Table 2 (memory)."""
-    note = f" ({escape(run['name'])})" if several else ""
-    shown = {
-        name: arm for name, arm in run["arms"].items() if not arm["swept"] or name in on_front(run["arms"])
-    }
-    rows = []
-    for name, arm in shown.items():
-        against = arm["against_baseline"] or {}
-        rows.append(
-            [
-                name,
-                fixed(arm["score"]["value"]),
-                fixed(arm["perplexity"]["value"], 2),
-                number(arm["tokens_per_s"]["value"]),
-                _ratio(against.get("speed"), name == run["baseline"]),
-                number(arm["joules_per_token"]["value"]),
-                _ratio(against.get("joules_per_token"), name == run["baseline"]),
-            ]
-        )
-    names = ["method", run["primary"][1], "perplexity", "tokens/s", "x speed", "J/token", "x J/token"]
-    one = table(names, rows)
+    cost = _section(tables.cost(run), run, several)
     if published.applies(run):
         low, high = published.SPEED_UP
         saved_low, saved_high = published.ENERGY_SAVED
-        one += (
+        cost += (
             f"<p>The paper reports for DSBD against beam sampling: {low} to {high} times the speed, {saved_low} to "
             f"{saved_high} times less energy ({escape(published.SOURCE)}). Other hardware, other code: compare "
             "ratios, not seconds.</p>"
         )
     else:
-        one += "<p>No figures of the paper stand beside these: pair or data are not the paper's.</p>"
-    memory = [
-        [name, size(arm["kv_bytes_peak"]), str(arm["kv_slots_peak"] or NA), size(arm["peak_bytes"]),
-         fixed(arm["score"]["value"]), number(arm["tokens_per_s"]["value"])]
-        for name, arm in shown.items()
-        if arm["kv_bytes_peak"] is not None or arm["peak_bytes"] is not None
-    ]  # fmt: skip
-    two = ""
-    if memory:
-        two = f"<h2>Memory{note}</h2>" + table(
-            [
-                "method",
-                "peak KV, both models",
-                "KV slots, target",
-                "peak of the allocator",
-                "score",
-                "tokens/s",
-            ],
-            memory,
-        )
-    return f"<h2>Cost at a quality{note}</h2>{one}{two}"
-
-
-def _ratio(entry: Mapping[str, Any] | None, base: bool) -> str:
-    return "1 (base)" if base and entry and entry["value"] is not None else interval(entry, 2)
-
-
-def on_front(arms: Mapping[str, Run]) -> set[str]:
-    """Names of the DSBD and beam arms that no other of their kind beats on both log-prob and tokens/s."""
-    names = set()
-    for group in ("beam", "dsbd"):
-        points = {
-            name: (arm["tokens_per_s"]["value"], arm["logprob_per_token"]["value"])
-            for name, arm in arms.items()
-            if family(arm["method"]) == group
-        }
-        known = {name: point for name, point in points.items() if None not in point}
-        best = front(list(known.values()))
-        names |= {name for name, point in known.items() if point in best}
-    return names
-
-
-def _outcomes(run: Run) -> str:
-    names, rows = outcome_rows(run)
-    if not rows or len(names) < 3:
-        return ""
-    return f"<h2>What became of the answers</h2>{table(names, rows)}"
+        cost += "<p>No figures of the paper stand beside these: pair or data are not the paper's.</p>"
+    return cost + _section(tables.memory(run), run, several)
 
 
 def _examples(run: Run, results: Sequence[Mapping[str, Any]], count: int = 3) -> str:
@@ -260,37 +226,18 @@ def _examples(run: Run, results: Sequence[Mapping[str, Any]], count: int = 3) ->
             )
         blocks.append(
             f"<details><summary>{escape(item)}</summary>"
-            f'<div class="answers">{table(["arm", "answer", "outcome", "ended by"], rows)}</div></details>'
+            f'<div class="answers">{grid(["arm", "answer", "outcome", "ended by"], rows)}</div></details>'
         )
     return f"<h2>Some answers</h2>{''.join(blocks)}" if blocks else ""
 
 
-def _conditions(run: Run) -> str:
+def _conditions(run: Run, several: bool) -> str:
     """Settings of every arm, and every session's circumstances."""
-    names = list(dict.fromkeys(name for arm in run["arms"].values() for name in arm["settings"]))
-    rows = [
-        [name, *(_word(arm["settings"].get(key, "")) for key in names)] for name, arm in run["arms"].items()
-    ]
-    sessions = [
-        [str(number), s["started"], ", ".join(s["devices"].values()), s["dsbd"], s["commit"] or NA,
-         NA if s.get("idle_watts") is None else f"{s['idle_watts']:.0f} W", " ".join(s["command"])]
-        for number, s in enumerate(run["sessions"])
-    ]  # fmt: skip
-    rule = run["rule"] or {}
-    rules = ", ".join(f"{key} {_word(entry)}" for key, entry in rule.items())
-    heads = ["session", "started", "devices", "dsbd", "commit", "idle power", "command"]
+    rules = ", ".join(f"{key} {word(entry)}" for key, entry in (run["rule"] or {}).items())
     return (
-        f"<h2>Settings and sessions: {escape(run['name'])}</h2>{table(['arm', *names], rows)}"
-        f"<p>Scoring: {escape(rules)}.</p>{table(heads, sessions)}"
+        f"{_section(tables.settings(run), run, several)}<p>Scoring: {escape(rules)}.</p>"
+        f"{_section(tables.sessions(run), run, several)}"
     )
-
-
-def _word(value: Any) -> str:
-    if value is None:
-        return "none"
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    return ", ".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
 def _how() -> str:
@@ -303,7 +250,15 @@ def _how() -> str:
         "<li>Tokens are those of the returned answer, the end-of-text token counted, whatever else was "
         "decoded.</li>"
         "<li>Log-probabilities come from one teacher-forced forward of the target over each answer.</li>"
-        "<li>Intervals: 95 %, percentile bootstrap over items (2,000 draws); ratios to the baseline are paired by "
-        "item. Where all items score alike, Wilson's interval stands in.</li>"
+        "<li>The item is the unit: repeats are added up first. Below 3 items no interval is given.</li>"
+        "<li>Speeds, joules, log-probs, layers and shares of drafts: the median over items, with the interval between "
+        "order statistics (Hettmansperger and Sheather), which supposes nothing; for 3 to 5 items Student's t, on "
+        "logarithms. The ratio of sums stands beside it without an interval.</li>"
+        "<li>Scores: the mean over items; yes/no with Jeffreys' interval, F1 with a Bayesian bootstrap that holds half "
+        "an observation at 0 and at 1, ratings with Student's t, and none where all agree.</li>"
+        "<li>Differences are paired by item: the share of items that differ times their mean difference; yes/no "
+        "outcomes by Jeffreys' rule for won, lost and tied.</li>"
+        "<li>All are 95 % intervals, and cover 93 to 97 % in simulations of 3 to 100 items. Two answers are a pair for "
+        "speed and energy only if one session gave both.</li>"
         "<li>n/a means not known; it is never counted as 0.</li></ul>"
     )

@@ -8,12 +8,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dsbd_cli.bench.arms import Arm, build_arms, parse_methods
+from dsbd_cli.bench.arms import Arm, build_arms
 from dsbd_cli.bench.datasets import load_dataset
 from dsbd_cli.bench.datasets.hub import repository
 from dsbd_cli.bench.datasets.records import Dataset
 from dsbd_cli.bench.datasets.sample import sample_folder
 from dsbd_cli.bench.datasets.shots import DEFAULT_SHOTS, Shots, load_shots
+from dsbd_cli.bench.methods import parse_methods
 from dsbd_cli.bench.runner import Job, schedule
 from dsbd_cli.bench.sweep import Grid, parse_sweep
 from dsbd_cli.errors import UserError
@@ -127,7 +128,7 @@ def make_plan(options: Options, chosen: Chosen) -> Plan:
         given.setdefault("raw", True)
     given.setdefault("max_new_tokens", min(base.max_new_tokens, DEFAULT_TOKENS[dataset.kind]))
     seed = given.pop("seed", base.seed)
-    arms, notes = build_arms(methods, base, given, grids)
+    arms, notes = build_arms(methods, base, given, grids, asked=bool(options.sweeps))
     spec, _ = chosen.resolve()
     drafting = [arm.name for arm in arms if arm.needs_draft]
     if drafting and spec.draft is None:

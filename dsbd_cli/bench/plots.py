@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from dsbd_cli.errors import UserError
-
 COLORS = {
     "dsbd": "#0b6e4f",
     "beam": "#c1440e",
@@ -25,15 +23,9 @@ def family(method: str) -> str:
 
 
 def start() -> Any:
-    """pyplot with the report's style.
+    """pyplot with the report's style."""
+    import matplotlib
 
-    Raises:
-        UserError: matplotlib is not installed.
-    """
-    try:
-        import matplotlib
-    except ImportError:
-        raise UserError("the report needs matplotlib: pip install 'dsbd-cli[bench]'") from None
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
@@ -56,6 +48,36 @@ def start() -> Any:
     return plt
 
 
+def close(figure: Any) -> Any:
+    """The finished figure, whose axes begin at 0 or say that they do not."""
+    for axis in figure.axes:
+        _origin(axis, "x")
+        _origin(axis, "y")
+    return figure
+
+
+def _origin(axis: Any, which: str) -> None:
+    """Begin an axis of numbers at 0 where that costs little of the room; else say so in its label."""
+    label = getattr(axis, f"get_{which}label")()
+    if not label or label in _NO_SCALE or getattr(axis, f"{which}axis").get_scale() == "log":
+        return
+    ends = getattr(axis, f"get_{which}lim")()
+    low, high = min(ends), max(ends)
+    if low <= 0 <= high:
+        return
+    if 0 < low < _NEAR * high:
+        set_ends = getattr(axis, f"set_{which}lim")
+        set_ends((0, high) if ends[0] < ends[1] else (high, 0))
+    else:
+        getattr(axis, f"set_{which}label")(f"{label}\n(axis does not begin at 0)")
+
+
+# An axis that begins below this part of its end is begun at 0.
+_NEAR = 0.4
+# Axes of names and of places in an order, where 0 means nothing.
+_NO_SCALE = {"layer of the draft"}
+
+
 def value(arm: Mapping[str, Any], name: str) -> float | None:
     """A number of an arm's summary, or None."""
     entry = arm.get(name)
@@ -73,7 +95,7 @@ def front(points: Sequence[Point], low_x: bool = False) -> list[Point]:
 
 def pareto(plt: Any, arms: Mapping[str, Any], x: str, x_label: str, qualities: Sequence[tuple[str, str]],
            low_x: bool = False) -> Any:  # fmt: skip
-    """Quality against speed or energy with intervals, and the fronts of the DSBD and the beam arms."""
+    """Quality against speed or energy with intervals; fronts of the DSBD, of the beam and of all arms."""
     usable = {name: arm for name, arm in arms.items() if value(arm, x) is not None}
     qualities = [entry for entry in qualities if _tells_apart(usable, entry[0])]
     if not usable or not qualities:
@@ -99,13 +121,17 @@ def pareto(plt: Any, arms: Mapping[str, Any], x: str, x_label: str, qualities: S
         outside = [spot for spot in spots if spot[1] not in usable]
         spots = [spot for spot in spots if spot[1] in usable]
         keep = {point for group in ("beam", "dsbd") for point in front(groups.get(group, []), low_x)}
-        for point, name in spots:
-            arm = usable[name]
-            _spot(axis, arm, x, quality, family(arm["method"]), bars=not arm["swept"] or point in keep)
         for group in ("beam", "dsbd"):
             line = front(groups.get(group, []), low_x)
             if len(line) > 1:
                 axis.plot(*zip(*line, strict=True), color=COLORS[group], lw=1.6, alpha=0.75, zorder=2)
+        overall = front([point for points in groups.values() for point in points], low_x)
+        if len(overall) > 1:
+            axis.plot(*zip(*overall, strict=True), color="#222222", lw=1.1, ls=(0, (4, 3)), zorder=1.5)
+        keep |= set(overall)
+        for point, name in spots:
+            arm = usable[name]
+            _spot(axis, arm, x, quality, family(arm["method"]), plain=not arm["swept"] or point in keep)
         axis.set_xlabel(x_label)
         axis.set_ylabel(label)
         axis.margins(x=0.16, y=0.14)
@@ -113,7 +139,8 @@ def pareto(plt: Any, arms: Mapping[str, Any], x: str, x_label: str, qualities: S
             axis.invert_xaxis()
         shown = [s for s in spots if s[0] in keep or not usable[s[1]]["swept"]]
         labels.append((axis, [*shown, *outside]))
-    _legend(figure, usable)
+    _legend(figure, usable, overall=True)
+    close(figure)
     figure.canvas.draw()
     figure.set_layout_engine("none")  # labels are placed on the final axes
     for axis, spots in labels:
@@ -158,19 +185,24 @@ def _tells_apart(arms: Mapping[str, Any], name: str) -> bool:
     return len(values) > 1
 
 
-def _spot(axis: Any, arm: Mapping[str, Any], x: str, y: str, group: str, bars: bool) -> None:
+def errors_of(arm: Mapping[str, Any], **sides: str) -> dict[str, Any]:
+    """`xerr` and `yerr` of a point from the intervals of an arm's figures; nothing where there is none."""
     errors: dict[str, Any] = {}
-    for side, name in (("xerr", x), ("yerr", y)):
+    for side, name in sides.items():
         entry = arm[name]
-        if bars and isinstance(entry, Mapping) and entry["low"] is not None:
+        if isinstance(entry, Mapping) and entry["low"] is not None:
             errors[side] = [
                 [max(0.0, entry["value"] - entry["low"])],
                 [max(0.0, entry["high"] - entry["value"])],
             ]
+    return errors
+
+
+def _spot(axis: Any, arm: Mapping[str, Any], x: str, y: str, group: str, plain: bool) -> None:
     axis.errorbar(
-        value(arm, x), value(arm, y), **errors, fmt=MARKERS[group], color=COLORS[group], ms=7 if bars else 5,
-        elinewidth=0.8, ecolor=COLORS[group] + "55", mec="white", mew=0.8, zorder=4 if bars else 3,
-        alpha=1 if bars else 0.6,
+        value(arm, x), value(arm, y), **errors_of(arm, xerr=x, yerr=y), fmt=MARKERS[group], color=COLORS[group],
+        ms=7 if plain else 5, elinewidth=0.8 if plain else 0.5, ecolor=COLORS[group] + ("66" if plain else "33"),
+        mec="white", mew=0.8, zorder=4 if plain else 3, alpha=1 if plain else 0.7,
     )  # fmt: skip
 
 
@@ -213,7 +245,7 @@ def _box(center: Any, side: float) -> Any:
     return Bbox.from_bounds(center[0] - side / 2, center[1] - side / 2, side, side)
 
 
-def _legend(figure: Any, arms: Mapping[str, Any]) -> None:
+def _legend(figure: Any, arms: Mapping[str, Any], overall: bool = False) -> None:
     from matplotlib.lines import Line2D
 
     groups = dict.fromkeys(family(arm["method"]) for arm in arms.values())
@@ -223,6 +255,8 @@ def _legend(figure: Any, arms: Mapping[str, Any]) -> None:
                label=names.get(g, g))
         for g in groups
     ]  # fmt: skip
+    if overall:
+        handles.append(Line2D([], [], color="#222222", lw=1.1, ls=(0, (4, 3)), label="best of all"))
     columns = min(len(handles), max(3, int(figure.get_size_inches()[0] / 1.75)))
     figure.legend(handles=handles, loc="outside upper center", ncols=columns, frameon=False, fontsize=9)
 
@@ -232,7 +266,8 @@ def widths(plt: Any, arms: Mapping[str, Any], panels: Sequence[tuple[str, str]])
     usable = {
         name: arm
         for name, arm in arms.items()
-        if arm["mean_distinct_width"] is not None and family(arm["method"]) in ("dsbd", "beam", "multinomial")
+        if value(arm, "distinct_width") is not None
+        and family(arm["method"]) in ("dsbd", "beam", "multinomial")
     }
     panels = [entry for entry in panels if _tells_apart(usable, entry[0])]
     if len(usable) < 2 or not panels:
@@ -242,19 +277,16 @@ def widths(plt: Any, arms: Mapping[str, Any], panels: Sequence[tuple[str, str]])
         for arm in usable.values():
             if value(arm, name) is not None:
                 group = family(arm["method"])
-                axis.plot(
-                    arm["mean_distinct_width"],
-                    value(arm, name),
-                    MARKERS[group],
-                    color=COLORS[group],
-                    ms=7,
-                    mec="white",
-                )
-        axis.set_xlabel("mean distinct beams per layer")
+                axis.errorbar(
+                    value(arm, "distinct_width"), value(arm, name), **errors_of(arm, xerr="distinct_width", yerr=name),
+                    fmt=MARKERS[group], color=COLORS[group], ms=7, mec="white", elinewidth=0.8,
+                    ecolor=COLORS[group] + "55",
+                )  # fmt: skip
+        axis.set_xlabel("distinct beams per layer, median item")
         axis.set_ylabel(label)
         axis.margins(0.12)
     _legend(figure, usable)
-    return figure
+    return close(figure)
 
 
 def ablation(plt: Any, arms: Mapping[str, Any], setting: str, panels: Sequence[tuple[str, str]]) -> Any:
@@ -281,13 +313,22 @@ def ablation(plt: Any, arms: Mapping[str, Any], setting: str, panels: Sequence[t
     for axis, (name, label) in zip(axes, panels, strict=True):
         for number, (line, points) in enumerate(lines.items()):
             spots = sorted(
-                (order.index(v), value(arm, name)) for v, arm in points if value(arm, name) is not None
+                ((order.index(v), arm) for v, arm in points if value(arm, name) is not None),
+                key=lambda p: p[0],
             )
-            if spots:
-                axis.plot(
-                    *zip(*spots, strict=True), marker="o", ms=5, lw=1.4, label=line, mec="white",
-                    color=shades(number / max(1, len(lines) - 1) * 0.85), alpha=0.6 if many else 0.95,
-                )  # fmt: skip
+            color = shades(number / max(1, len(lines) - 1) * 0.85)
+            # Lines are set apart sideways, so that their bars do not cover each other.
+            shift = 0.24 * (number / max(1, len(lines) - 1) - 0.5) if len(lines) > 1 else 0.0
+            across = [place + shift for place, _ in spots]
+            axis.plot(
+                across, [value(arm, name) for _, arm in spots], marker="o", ms=5, lw=1.4, label=line, mec="white",
+                color=color, alpha=0.6 if many else 0.95,
+            )  # fmt: skip
+            for place, (_, arm) in zip(across, spots, strict=True):
+                bars = errors_of(arm, yerr=name)
+                axis.errorbar(
+                    place, value(arm, name), **bars, fmt="none", ecolor=color, elinewidth=0.7, alpha=0.5
+                )
         axis.set_xticks(range(len(order)), [_word(v) for v in order])
         axis.set_xlabel(setting.replace("_", "-"))
         axis.set_ylabel(label)
@@ -296,6 +337,8 @@ def ablation(plt: Any, arms: Mapping[str, Any], setting: str, panels: Sequence[t
         figure.legend(
             handles[:12], labels[:12], loc="outside lower center", ncols=2, frameon=False, fontsize=7.5
         )
+    for axis in axes:
+        _origin(axis, "y")
     return figure
 
 
@@ -304,33 +347,86 @@ def _word(item: Any) -> str:
 
 
 def depths(plt: Any, arms: Mapping[str, Any]) -> Any:
-    """Acceptance at each layer of the forest: how far drafts are worth making."""
+    """Acceptance at each layer of the forest with intervals and n: how far drafts are worth making."""
     usable = {
-        name: [accepted / examined if examined else None for examined, accepted in arm["accepted_by_depth"]]
+        name: arm["acceptance_by_depth"]
         for name, arm in arms.items()
-        if arm["accepted_by_depth"] and "=" not in name
+        if arm["acceptance_by_depth"] and not arm["swept"]
     }
     if not usable:
         return None
-    figure, axis = plt.subplots(figsize=(6.4, 3.8), layout="constrained")
+    figure, axis = plt.subplots(figsize=(7.2, 4.2), layout="constrained")
     dashes = ["-", "--", ":", "-."]
     seen: dict[str, int] = {}
-    for name, shares in usable.items():
+    for number, (name, entries) in enumerate(usable.items()):
         group = family(arms[name]["method"])
         style = dashes[seen.setdefault(group, 0) % len(dashes)]
         seen[group] += 1
-        known = [(depth + 1, share) for depth, share in enumerate(shares) if share is not None]
+        shift = 0.16 * (number / max(1, len(usable) - 1) - 0.5) if len(usable) > 1 else 0.0
+        known = [
+            (depth + shift, entry) for depth, entry in enumerate(entries, 1) if entry["value"] is not None
+        ]
+        drafts = "/".join(_short(entry["examined"]) for _, entry in known)
         axis.plot(
-            *zip(*known, strict=True),
-            style,
-            marker=MARKERS[group],
-            color=COLORS[group],
-            mec="white",
-            label=name,
-        )
-    axis.set_xticks(range(1, 1 + max(len(shares) for shares in usable.values())))
+            [place for place, _ in known], [entry["value"] for _, entry in known], style, marker=MARKERS[group],
+            color=COLORS[group], mec="white", label=f"{name}\n(n drafts: {drafts})",
+        )  # fmt: skip
+        for place, entry in known:
+            bars = errors_of({"share": entry}, yerr="share")
+            axis.errorbar(
+                place, entry["value"], **bars, fmt="none", ecolor=COLORS[group], elinewidth=0.8, alpha=0.5
+            )
+    axis.set_xticks(range(1, 1 + max(len(entries) for entries in usable.values())))
     axis.set_ylim(bottom=0)
     axis.set_xlabel("layer of the draft")
-    axis.set_ylabel("share of drafts accepted")
-    axis.legend(frameon=False, fontsize=8.5, loc="center left", bbox_to_anchor=(1.0, 0.5))
-    return figure
+    axis.set_ylabel("share of drafts accepted, median item")
+    figure.legend(loc="outside right center", frameon=False, fontsize=8.5)
+    return close(figure)
+
+
+def _short(count: float) -> str:
+    return f"{count:.0f}" if count < 10_000 else f"{count / 1000:.0f}k"
+
+
+def spread(plt: Any, samples: Mapping[str, Sequence[float]], methods: Mapping[str, str], label: str,
+           unit_at: float | None = None) -> Any:  # fmt: skip
+    """How a figure is spread over items: a dot an item, with the median and its interval beneath.
+
+    Args:
+        samples: values of each arm. methods: its method, for the colour.
+        unit_at: where a line marks "no difference".
+    """
+    from dsbd_cli.bench.stats import median
+
+    samples = {name: values for name, values in samples.items() if len(values) > 1}
+    if not samples:
+        return None
+    figure, axis = plt.subplots(figsize=(7.2, 1.4 + 0.62 * len(samples)), layout="constrained")
+    every = [value for values in samples.values() for value in values]
+    logarithmic = min(every) > 0 and max(every) / min(every) > 20
+    for row, (name, values) in enumerate(samples.items()):
+        group = family(methods[name])
+        # A fixed pattern instead of chance: the same results give the same picture.
+        heights = [row - 0.22 + 0.3 * ((place * 0.618) % 1 - 0.5) for place in range(len(values))]
+        axis.plot(sorted(values), heights, "o", color=COLORS[group], ms=4, alpha=0.45, mec="none", ls="")
+        entry = median(values).to_dict()
+        bars = errors_of({"v": entry}, xerr="v")
+        axis.errorbar(
+            entry["value"],
+            row + 0.2,
+            **bars,
+            fmt=MARKERS[group],
+            color=COLORS[group],
+            ms=7,
+            mec="white",
+            capsize=3,
+        )
+    if unit_at is not None:
+        axis.axvline(unit_at, color="#777777", lw=0.9, zorder=1)
+    axis.set_yticks(range(len(samples)), [f"{name}\n(n = {len(values)})" for name, values in samples.items()])
+    axis.set_ylim(len(samples) - 0.5, -0.6)
+    if logarithmic:
+        axis.set_xscale("log")
+        label += " (logarithmic axis)"
+    axis.set_xlabel(label)
+    return close(figure)

@@ -11,9 +11,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from dsbd_cli.bench import html, plots
+from dsbd_cli.bench import export, html, plots, tables
 from dsbd_cli.bench.files import SUMMARY, read_ratings, read_results, read_run, write_whole
-from dsbd_cli.bench.summary import summarize
+from dsbd_cli.bench.summary import summarize, with_ratings
 from dsbd_cli.errors import UserError
 
 REPORT = "report.html"
@@ -40,13 +40,29 @@ def write_report(folders: Sequence[Path], out: Path | None = None) -> Path:
         results = read_results(folder)
         if run is None or not results:
             raise UserError(f"{folder}: no results of a bench")
-        summary = summarize(run, results, read_ratings(folder))
+        ratings = read_ratings(folder)
+        try:
+            summary = summarize(run, results, ratings)
+        except (KeyError, TypeError, AttributeError) as error:
+            raise UserError(
+                f"{folder}: results that this version of dsbd does not know ({type(error).__name__}: {error}); "
+                f"report them with the version that wrote them, {run['fingerprint'].get('dsbd', 'unknown')}"
+            ) from None
         runs.append({"name": _name(folder, [r["name"] for r in runs]), **summary})
-        answers.append(results)
+        answers.append(
+            with_ratings(results, ratings, run.get("judge")) if summary["primary"][0] == "rating" else results
+        )
     target = out or (folders[0] if len(folders) == 1 else Path("bench-report"))
     target.mkdir(parents=True, exist_ok=True)
-    document = {"format": 1, "runs": runs}
+    document = {"format": 2, "runs": runs}
     write_whole(target / SUMMARY, json.dumps(document, ensure_ascii=False, indent=1, allow_nan=False) + "\n")
+    named = {run["name"]: list(tables.tables(run)) for run in runs}
+    export.write_tables(target, named)
+    for run, results in zip(runs, answers, strict=True):
+        front = f"{export.file_name(run['name'])}-" if len(runs) > 1 else ""
+        write_whole(
+            target / export.FOLDER / f"{front}items.csv", export.items_csv(results).encode("utf-8", "replace")
+        )
     figures = dict(_figures(runs, target))
     # Answers may hold halves of characters, which no UTF-8 file can.
     write_whole(target / REPORT, html.page(runs, figures, answers).encode("utf-8", "replace"))
@@ -62,7 +78,11 @@ def all_arms(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """The arms of all runs, named after their run where there are several."""
     several = len(runs) > 1
     return {
-        f"{run['name']}: {name}" if several else name: arm
+        f"{run['name']}: {name}" if several else name: {
+            **arm,
+            "is_baseline": name == run["baseline"],
+            "drafts": bool(arm["acceptance_by_depth"]),
+        }
         for run in runs
         for name, arm in run["arms"].items()
     }
@@ -75,13 +95,42 @@ def _figures(runs: Sequence[Mapping[str, Any]], folder: Path) -> Iterator[tuple[
     kinds = {run["data"]["kind"] for run in runs}
     score = runs[0]["primary"][1] if len(kinds) == 1 else "score"
     qualities = [("score", score)] + ([("f1", "F1")] if kinds == {"squad"} else [])
-    qualities.append(("logprob_per_token", "target log-prob per token"))
-    speed, energy = ("tokens_per_s", "tokens/s"), ("joules_per_token", "joules per token")
+    qualities.append(("logprob_per_token", "target log-prob, nats per token, median item"))
+    plain = {name: arm for name, arm in arms.items() if not arm["swept"]}
+    methods = {name: arm["method"] for name, arm in arms.items()}
+    speed, energy = (
+        ("tokens_per_s", "tokens/s, median item"),
+        ("joules_per_token", "joules per token, median item"),
+    )
     panels = [speed, energy, *qualities]
     draw: dict[str, Callable[[], Any]] = {
-        "pareto_speed": lambda: plots.pareto(plt, arms, speed[0], "tokens per second", qualities),
+        "pareto_speed": lambda: plots.pareto(
+            plt, arms, speed[0], "tokens per second, median item", qualities
+        ),
         "pareto_energy": lambda: plots.pareto(
-            plt, arms, energy[0], "joules per token (less is to the right)", qualities, low_x=True
+            plt,
+            arms,
+            energy[0],
+            "joules per token, median item (less is to the right)",
+            qualities,
+            low_x=True,
+        ),
+        "speed_ups": lambda: plots.spread(
+            plt,
+            {
+                name: list(arm["against_baseline"]["speed"]["by_item"].values())
+                for name, arm in plain.items()
+                if arm["against_baseline"] and not arm["is_baseline"]
+            },
+            methods,
+            "times the baseline's tokens/s on the same item",
+            1.0,
+        ),
+        "layers": lambda: plots.spread(
+            plt,
+            {name: list(arm["layers_by_item"].values()) for name, arm in plain.items() if arm["drafts"]},
+            methods,
+            "layers committed per target call, by item",
         ),
         "width": lambda: plots.widths(plt, arms, panels),
         "depth": lambda: plots.depths(plt, arms),
@@ -98,7 +147,10 @@ def _figures(runs: Sequence[Mapping[str, Any]], folder: Path) -> Iterator[tuple[
         for suffix in ("png", "svg"):
             buffer = io.BytesIO()
             # Without dates, a report of the same results is the same bytes.
-            figure.savefig(buffer, format=suffix, metadata={"Date": None} if suffix == "svg" else {})
+            if suffix == "svg":  # shows the page's background through, light or dark
+                figure.savefig(buffer, format=suffix, metadata={"Date": None}, facecolor="none")
+            else:
+                figure.savefig(buffer, format=suffix)
             images[suffix] = buffer.getvalue()
             write_whole(folder / f"{name}.{suffix}", images[suffix])
         panels_drawn = len(figure.axes)

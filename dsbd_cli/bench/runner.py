@@ -117,11 +117,18 @@ class Runner:
             "item": job.item.id,
             "arm": job.arm.name,
             "repeat": job.repeat,
+            "group": group_of(job.item),
             **totals(turns),
             "score": score,
             "problem": problem,
             "turns": [turn.to_dict() for turn in turns],
         }
+
+
+def group_of(item: Item) -> str | None:
+    """What the data set sorts its items by: MT-Bench's category, Spider's hardness."""
+    group = getattr(item, "category", None) or getattr(item, "hardness", None)
+    return None if group is None else str(group)
 
 
 def totals(turns: Sequence[Answer]) -> dict[str, Any]:

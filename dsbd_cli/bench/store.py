@@ -119,6 +119,13 @@ class Store:
         write_whole(self.folder / RUN, json.dumps(run, ensure_ascii=False, indent=1) + "\n")
         return len(sessions) - 1
 
+    def end_session(self, number: int, facts: Mapping[str, Any]) -> None:
+        """Add what is known of a session at its end only."""
+        run = self.read_run()
+        if run is not None and number < len(run["sessions"]):
+            run["sessions"][number] |= facts
+            write_whole(self.folder / RUN, json.dumps(run, ensure_ascii=False, indent=1) + "\n")
+
     def read_run(self) -> Record | None:
         """What `run.json` holds, or None."""
         return read_run(self.folder)

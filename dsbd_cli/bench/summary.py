@@ -5,14 +5,17 @@ from __future__ import annotations
 import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
-from dsbd_cli.bench import stats
+from dsbd_cli.bench import pairs, stats
 from dsbd_cli.bench.files import Record
 from dsbd_cli.bench.score import PRIMARY
+from dsbd_cli.bench.sessions import Session, warnings
 from dsbd_cli.bench.stats import Estimate
 
-Sums = dict[str, dict[str, float]]
+# What people would use instead: the comparison that a reader comes for.
+HF_BEAMS = ("hf-beam-sample", "hf-beam-search")
 
 
 def summarize(run: Mapping[str, Any], results: Sequence[Record], ratings: Sequence[Record]) -> dict[str, Any]:
@@ -27,7 +30,23 @@ def summarize(run: Mapping[str, Any], results: Sequence[Record], ratings: Sequen
     arms = [name for name in run["arms"] if any(r["arm"] == name for r in rated)]
     by_arm = {name: [r for r in rated if r["arm"] == name] for name in arms}
     baseline = run.get("baseline") if run.get("baseline") in by_arm else None
-    base = by_arm.get(baseline or "", [])
+    field, _, yes_no = PRIMARY[kind]
+    sessions = run["sessions"]
+
+    def against(mine: Sequence[Record], name: str) -> dict[str, Any]:
+        both = pairs.common(mine, by_arm[name])
+        return pairs.compare(both, pairs.within_sessions(both, sessions), field, yes_no)
+
+    described = {}
+    for name, records in by_arm.items():
+        against_base = against(records, baseline) if baseline else None
+        described[name] = {
+            **run["arms"][name],
+            **summarize_arm(records, kind, run.get("energy") or {}),
+            "against_baseline": against_base,
+            "groups": groups(records, by_arm.get(baseline or "", []), sessions, field, yes_no),
+        }
+    plain = [name for name in arms if name.split(":")[0] == "dsbd" and not run["arms"][name].get("swept")]
     return {
         "data": run["data"],
         "baseline": baseline,
@@ -38,21 +57,21 @@ def summarize(run: Mapping[str, Any], results: Sequence[Record], ratings: Sequen
         "rule": run["fingerprint"].get("rule"),
         "judge": run.get("judge"),
         "energy": run.get("energy"),
-        "sessions": run["sessions"],
-        "arms": {
-            name: {**run["arms"][name], **summarize_arm(records, base, kind, run.get("energy") or {})}
-            for name, records in by_arm.items()
-        },
+        "sessions": sessions,
+        "warnings": warnings(sessions, (r.get("session", 0) for r in rated)),
+        "arms": described,
+        "against_hf": [
+            {"arm": arm, "base": base, **against(by_arm[arm], base)}
+            for base in HF_BEAMS
+            if base in by_arm
+            for arm in plain
+        ],
     }
 
 
-def summarize_arm(
-    records: Sequence[Record], base: Sequence[Record], kind: str, energy: Mapping[str, Any]
-) -> dict[str, Any]:
-    """All numbers of one arm; `base` = the baseline's results."""
-    field, _, yes_no = PRIMARY[kind]
-    tokens = sums_of(records, "new_tokens")
-    # Speed is a ratio of sums: tokens of the returned answers over seconds of decoding.
+def summarize_arm(records: Sequence[Record], kind: str, energy: Mapping[str, Any]) -> dict[str, Any]:
+    """All numbers of one arm for itself."""
+    field = PRIMARY[kind][0]
     decoding = [r for r in records if r["new_tokens"] and r["decode_s"]]
     whole = [r for r in records if r["new_tokens"] and r["wall_s"]]
     metered = [r for r in records if r["new_tokens"] and r["energy_j"] is not None]
@@ -62,10 +81,11 @@ def summarize_arm(
     logprob = over_items(known, "logprob", "new_tokens")
     outcomes = Counter((r["score"] or {}).get("outcome") or "unscored" for r in records)
     return {
-        "items": len(tokens),
+        "items": len({r["item"] for r in records}),
         "answers": len(records),
-        "score": score_estimate(records, field, yes_no).to_dict(),
-        "f1": score_estimate(records, "f1", False).to_dict() if kind in ("squad", "jsonl") else None,
+        "score": score_estimate(records, field, bounded=kind != "mt-bench").to_dict(),
+        "f1": score_estimate(records, "f1").to_dict() if kind in ("squad", "jsonl") else None,
+        "turns": turn_scores(records) if kind == "mt-bench" else None,
         "outcomes": dict(outcomes) if set(outcomes) != {"unscored"} else None,
         "problems": sum(1 for r in records if r.get("problem")),
         "logprob_per_token": logprob.to_dict(),
@@ -73,13 +93,12 @@ def summarize_arm(
         "tokens_per_s": over_items(decoding, "new_tokens", "decode_s").to_dict(),
         "tokens_per_s_whole": over_items(whole, "new_tokens", "wall_s").to_dict(),
         "prefill_s": over_items([r for r in records if r["prefill_s"] is not None], "prefill_s").to_dict(),
-        "new_tokens": over_items(records, "new_tokens").to_dict(),
-        "joules_per_token": over_items(metered, "energy_j", "new_tokens").to_dict(),
-        "watts": over_items([r for r in metered if r["wall_s"]], "energy_j", "wall_s").to_dict(),
+        "new_tokens": over_items([r for r in records if r["new_tokens"] is not None], "new_tokens").to_dict(),
+        "joules_per_token": energy_over_items(metered, "new_tokens").to_dict(),
+        "watts": energy_over_items([r for r in metered if r["wall_s"]], "wall_s").to_dict(),
         "energy_reason": None if metered else energy_reason(records, energy),
         "peak_bytes": max((r["peak_bytes"] for r in records if r["peak_bytes"] is not None), default=None),
         "finish_reasons": dict(Counter(turn["finish_reason"] for r in records for turn in r["turns"])),
-        "against_baseline": against(records, base, field) if base else None,
         **engine_counts(records),
     }
 
@@ -93,111 +112,111 @@ def sums_of(records: Iterable[Record], name: str) -> dict[str, float]:
 
 
 def over_items(records: Sequence[Record], part: str, whole: str | None = None) -> Estimate:
-    """sum(part) / sum(whole) with items as the unit; without `whole` the mean per answer."""
+    """The median over items of part / whole, the ratio of sums beside it; without `whole`, per answer."""
     parts = sums_of(records, part)
     if whole is not None:
         wholes = sums_of(records, whole)
     else:
         wholes = {item: float(count) for item, count in Counter(r["item"] for r in records).items()}
-    return stats.ratio(list(parts.values()), [wholes[item] for item in parts])
+    return stats.rate(list(parts.values()), [wholes[item] for item in parts])
 
 
-def score_estimate(records: Sequence[Record], field: str, yes_no: bool) -> Estimate:
-    """Mean of a score over the items that have one; data faults and missing ratings are left out."""
-    sums, counts = _scores(records, field)
-    items = list(sums)
-    values, weights = [sums[item] for item in items], [counts[item] for item in items]
-    return stats.share(values, weights) if yes_no else stats.mean(values, weights)
+def energy_over_items(records: Sequence[Record], whole: str) -> Estimate:
+    """Joules over `whole`. A counter too coarse for single answers shows 0 for some: only sums are read then."""
+    estimate = over_items(records, "energy_j", whole)
+    if all(sums_of(records, "energy_j").values()):
+        return estimate
+    return Estimate(estimate.of_sums, None, None, estimate.items, estimate.of_sums)
 
 
-def _scores(records: Iterable[Record], field: str) -> tuple[dict[str, float], dict[str, float]]:
-    sums: dict[str, float] = defaultdict(float)
-    counts: dict[str, float] = defaultdict(float)
+def score_estimate(records: Sequence[Record], field: str, bounded: bool = True) -> Estimate:
+    """Mean of a score over the items that have one; data faults and missing ratings are left out.
+
+    Args:
+        bounded: the score lies in 0..1.
+    """
+    found: dict[str, list[float]] = defaultdict(list)
     for record in records:
         value = (record["score"] or {}).get(field)
         if value is not None:
-            sums[record["item"]] += float(value)
-            counts[record["item"]] += 1
-    return dict(sums), dict(counts)
+            found[record["item"]].append(float(value))
+    values = [sum(of_item) / len(of_item) for of_item in found.values()]
+    return stats.share(values) if bounded else stats.mean(values)
 
 
-def against(records: Sequence[Record], base: Sequence[Record], field: str) -> dict[str, Any]:
-    """Paired comparison with the baseline, over the answers that both gave."""
-    common = {(r["item"], r["repeat"]) for r in records} & {(r["item"], r["repeat"]) for r in base}
-    mine = [r for r in records if (r["item"], r["repeat"]) in common]
-    theirs = [r for r in base if (r["item"], r["repeat"]) in common]
-    scores, counts = _scores(mine, field)
-    base_scores, base_counts = _scores(theirs, field)
-    items = [item for item in scores if item in base_scores]
-    return {
-        "speed": _paired(mine, theirs, "new_tokens", "decode_s").to_dict(),
-        "speed_whole": _paired(mine, theirs, "new_tokens", "wall_s").to_dict(),
-        "joules_per_token": _paired(mine, theirs, "energy_j", "new_tokens").to_dict(),
-        "score": stats.paired_difference(
-            [scores[i] / counts[i] for i in items], [base_scores[i] / base_counts[i] for i in items]
-        ).to_dict(),
-        "logprob": _logprob_gain(mine, theirs).to_dict(),
-    }
-
-
-def _logprob_gain(mine: Sequence[Record], theirs: Sequence[Record]) -> Estimate:
-    """Mean over items of the difference in log-probability per token."""
-    sides = []
-    for records in (mine, theirs):
-        known = [r for r in records if r["new_tokens"] and r["logprob"] is not None]
-        tokens = sums_of(known, "new_tokens")
-        sides.append({item: total / tokens[item] for item, total in sums_of(known, "logprob").items()})
-    items = [item for item in sides[0] if item in sides[1]]
-    return stats.paired_difference([sides[0][i] for i in items], [sides[1][i] for i in items])
-
-
-def _paired(mine: Sequence[Record], theirs: Sequence[Record], part: str, whole: str) -> Estimate:
-    def usable(records: Sequence[Record]) -> dict[str, Record]:
-        return {
-            f"{r['item']} {r['repeat']}": r for r in records if r[part] is not None and r[whole] is not None
+def turn_scores(records: Sequence[Record]) -> list[dict[str, Any]]:
+    """Of each turn of MT-Bench: the estimate over items, and how many answers want a rating."""
+    count = max((len(record["turns"]) for record in records), default=0)
+    return [
+        {
+            **score_estimate(records, f"turn_{turn}", bounded=False).to_dict(),
+            "missing": sum((r["score"] or {}).get(f"turn_{turn}") is None for r in records),
         }
+        for turn in range(1, count + 1)
+    ]
 
-    one, two = usable(mine), usable(theirs)
-    keys = [key for key in one if key in two]
-    columns: list[list[float]] = []
-    for side in (one, two):
-        records = [side[key] for key in keys]
-        for name in (part, whole):
-            columns.append(list(sums_of(records, name).values()))
-    if not keys:
-        return stats.NONE
-    return stats.paired_ratio(*columns)
+
+def groups(
+    records: Sequence[Record], base: Sequence[Record], sessions: Sequence[Session], field: str, yes_no: bool
+) -> dict[str, Any] | None:
+    """Score, speed and speed-up of each category or hardness; None where items have none."""
+    names = list(dict.fromkeys(r.get("group") for r in records))
+    if names in ([], [None]):
+        return None
+    found = {}
+    for name in sorted(names, key=lambda name: (_ORDER.get(str(name), 99), str(name))):
+        mine = [r for r in records if r.get("group") == name]
+        both = pairs.common(mine, base)
+        speed = pairs.compare(both, pairs.within_sessions(both, sessions), field, yes_no)["speed"]
+        decoding = [r for r in mine if r["new_tokens"] and r["decode_s"]]
+        found[str(name or "unknown")] = {
+            "items": len({r["item"] for r in mine}),
+            "score": score_estimate(mine, field, bounded=field != "rating").to_dict(),
+            "tokens_per_s": over_items(decoding, "new_tokens", "decode_s").to_dict(),
+            "speed": {name: speed[name] for name in ("value", "low", "high", "items")} if base else None,
+        }
+    return found
+
+
+# Spider's own order of hardness.
+_ORDER = {"easy": 0, "medium": 1, "hard": 2, "extra": 3}
 
 
 def engine_counts(records: Sequence[Record]) -> dict[str, Any]:
     """Layers per target call, acceptance, widths: ratios of sums; null for arms that do not report them."""
+    by_item: dict[str, list[Record]] = defaultdict(list)
+    for record in records:
+        for turn in record["turns"]:
+            if turn["stats"] and turn["stats"].get("layers") is not None:
+                by_item[record["item"]].append(turn["stats"])
+    ours = [turn for turns in by_item.values() for turn in turns]
+
+    def over(part: Callable[[Record], float], whole: Callable[[Record], float]) -> Estimate:
+        totals = [(sum(map(part, turns)), sum(map(whole, turns))) for turns in by_item.values()]
+        return stats.rate([part for part, _ in totals], [whole for _, whole in totals])
+
     turns = [turn["stats"] for record in records for turn in record["turns"] if turn["stats"]]
-    ours = [turn for turn in turns if turn.get("layers") is not None]
-
-    def total(name: str) -> float:
-        return sum(turn[name] for turn in ours)
-
-    def ratio(part: float, whole: float) -> float | None:
-        return part / whole if ours and whole else None
-
-    widths = [width for turn in ours for width in turn["widths"]]
-    distinct = [width for turn in ours for width in turn["distinct_widths"]]
-    depth: list[list[int]] = []
-    for turn in ours:
-        for place, (examined, accepted) in enumerate(turn["accepted_by_depth"]):
-            while len(depth) <= place:
-                depth.append([0, 0])
-            depth[place][0] += examined
-            depth[place][1] += accepted
     calls = sum(turn["target_calls"] for turn in turns if turn.get("target_calls") is not None)
     made = sum(record["new_tokens"] or 0 for record in records)
+    layers = over(lambda t: t["layers"], lambda t: t["target_calls"])
+    width = over(lambda t: sum(t["widths"]), lambda t: len(t["widths"]))
+    distinct = over(lambda t: sum(t["distinct_widths"]), lambda t: len(t["distinct_widths"]))
+    accepted = over(lambda t: t["drafts_accepted"], lambda t: t["drafts_examined"])
+    by_depth = []
+    for depth in range(max((len(turn["accepted_by_depth"]) for turn in ours), default=0)):
+        estimate = over(partial(_at_depth, depth, 1), partial(_at_depth, depth, 0))
+        examined = sum(_at_depth(depth, 0, turn) for turn in ours)
+        by_depth.append({**estimate.to_dict(), "examined": examined})
     return {
-        "layers_per_target_call": ratio(total("layers"), total("target_calls")) if ours else None,
+        "layers_per_target_call": layers.of_sums,
+        "layers_per_call": layers.to_dict(),
+        "layers_by_item": _layers_by_item(by_item),
         "tokens_per_target_call": made / calls if calls else None,
-        "acceptance_rate": ratio(total("drafts_accepted"), total("drafts_examined")) if ours else None,
-        "accepted_by_depth": depth or None,
-        "mean_width": ratio(sum(widths), len(widths)),
-        "mean_distinct_width": ratio(sum(distinct), len(distinct)),
+        "acceptance_rate": accepted.of_sums,
+        "acceptance_by_depth": by_depth or None,
+        "mean_width": width.of_sums,
+        "mean_distinct_width": distinct.of_sums,
+        "distinct_width": distinct.to_dict(),
         "kv_bytes_peak": max(
             (t["kv_bytes_peak"] for t in ours if t["kv_bytes_peak"] is not None), default=None
         ),
@@ -208,15 +227,30 @@ def engine_counts(records: Sequence[Record]) -> dict[str, Any]:
     }
 
 
+def _at_depth(depth: int, column: int, turn: Record) -> int:
+    """Drafts of one turn at a layer of the draft: examined (column 0), accepted (1)."""
+    counts = turn["accepted_by_depth"]
+    return int(counts[depth][column]) if depth < len(counts) else 0
+
+
+def _layers_by_item(turns_of: Mapping[str, Sequence[Record]]) -> dict[str, float]:
+    """Layers per target call of each item, to four digits."""
+    sums = {
+        item: (sum(turn["layers"] for turn in turns), sum(turn["target_calls"] for turn in turns))
+        for item, turns in turns_of.items()
+    }
+    return {item: float(f"{layers / calls:.4g}") for item, (layers, calls) in sums.items() if calls}
+
+
 def _logprob_difference(records: Sequence[Record]) -> float | None:
     """Largest difference per token between the engine's l(x) and the teacher-forced one."""
-    pairs = [
+    found = [
         abs(turn["logprob"] - turn["logprob_engine"]) / turn["new_tokens"]
         for record in records
         for turn in record["turns"]
         if turn["logprob"] is not None and turn["logprob_engine"] is not None and turn["new_tokens"]
     ]
-    return max(pairs, default=None)
+    return max(found, default=None)
 
 
 def energy_reason(records: Sequence[Record], energy: Mapping[str, Any]) -> str:
@@ -228,7 +262,11 @@ def energy_reason(records: Sequence[Record], energy: Mapping[str, Any]) -> str:
 def with_ratings(
     results: Sequence[Record], ratings: Sequence[Record], judge: Mapping[str, Any] | None
 ) -> list[Record]:
-    """MT-Bench results with the judge's ratings as their score: the mean over rated turns."""
+    """MT-Bench results with the judge's ratings as their score.
+
+    The mean over turns stands only where every turn has its rating: first turns are the easier ones, and a
+    conversation that is rated by half would count as if they were all.
+    """
     found: dict[tuple[str, str, int], dict[int, Record]] = defaultdict(dict)
     for rating in ratings:
         if judge is None or rating.get("judge") != judge.get("model"):
@@ -237,14 +275,15 @@ def with_ratings(
     scored = []
     for record in results:
         turns = found.get((record["item"], record["arm"], record["repeat"]), {})
-        values = [turn["value"] for turn in turns.values() if turn["value"] is not None]
-        unread = sum(turn["value"] is None for turn in turns.values())
         score = None
         if turns:
+            values = [turns[n]["value"] if n in turns else None for n in range(len(record["turns"]))]
+            known = [value for value in values if value is not None]
+            complete = bool(values) and len(known) == len(values)
             score = {
-                "rating": sum(values) / len(values) if values else None,
-                "outcome": "rated" if not unread else "rating missing",
-                **{f"turn_{number + 1}": turn["value"] for number, turn in sorted(turns.items())},
+                "rating": sum(known) / len(known) if complete else None,
+                "outcome": "rated" if complete else "rating missing",
+                **{f"turn_{number}": value for number, value in enumerate(values, 1)},
             }
         scored.append({**record, "score": score})
     return scored
@@ -252,6 +291,6 @@ def with_ratings(
 
 def _mapped(estimate: Estimate, function: Callable[[float], float]) -> dict[str, Any]:
     """An estimate through a falling function: the ends of the interval change places."""
-    values = (estimate.value, estimate.high, estimate.low)
-    value, low, high = (None if v is None else function(v) for v in values)
-    return Estimate(value, low, high, estimate.items).to_dict()
+    values = (estimate.value, estimate.high, estimate.low, estimate.of_sums)
+    value, low, high, of_sums = (None if v is None else function(v) for v in values)
+    return Estimate(value, low, high, estimate.items, of_sums).to_dict()

@@ -8,25 +8,11 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from dsbd_cli.bench.methods import COMMON, OF_METHOD, SWEEPABLE, parse_methods
 from dsbd_cli.errors import UserError
-from dsbd_cli.settings import FIELDS, KINDS, near
+from dsbd_cli.setting_text import parse_setting
+from dsbd_cli.settings import FIELDS, KINDS, check_value, near
 
-# Settings that mean the same for every method; the rest are looked up per method.
-COMMON = (
-    "temperature", "top_k", "top_p", "max_new_tokens", "length_penalty", "early_stopping",
-)  # fmt: skip
-OF_METHOD: Mapping[str, tuple[str, ...]] = {
-    "dsbd": ("width", "draft_width", "gamma", "verify", "threshold", "min_width", "kv", "deterministic"),
-    "beam": ("width", "deterministic"),
-    "speculative": ("gamma",),
-    "specinfer": ("tree",),
-    "multinomial": (),
-    "hf-sample": (),
-    "hf-beam-sample": ("width",),
-    "hf-beam-search": ("width",),
-    "hf-assisted": ("gamma",),
-}
-SWEEPABLE = tuple(dict.fromkeys([*COMMON, *itertools.chain(*OF_METHOD.values())]))
 MOST_POINTS = 10_000  # no bench of more ever ends, and a mistyped range would fill the memory
 _RANGE = re.compile(r"(\d+)\.\.(\d+)")
 
@@ -40,7 +26,8 @@ def parse_sweep(text: str) -> Grid:
     a setting of it.
 
     Raises:
-        UserError: not `name=values`, an unknown setting, a value of the wrong type, a name given twice.
+        UserError: not `name=values`, an unknown setting, a value of the wrong type or out of its range, a
+            name given twice.
     """
     grid: Grid = {}
     for word in text.split():
@@ -66,8 +53,6 @@ def parse_sweep(text: str) -> Grid:
 
 
 def _methods(values: str) -> list[Any]:
-    from dsbd_cli.bench.arms import parse_methods
-
     return list(parse_methods(values))
 
 
@@ -86,8 +71,6 @@ def _values(name: str, text: str) -> Iterator[Any]:
 
 
 def _value(name: str, part: str) -> Any:
-    from dsbd_cli.cli.options import parse_setting
-
     if name == "tree":
         part = part.replace("x", ",")
     if KINDS[name] == "bool":
@@ -97,7 +80,9 @@ def _value(name: str, part: str) -> Any:
     if not part:
         raise UserError(f"--sweep: {name} has an empty value")
     try:
-        return parse_setting(name, part)
+        value = parse_setting(name, part)
+        check_value(name, value)
+        return value
     except UserError as error:
         raise UserError(f"--sweep: {error}") from None
 

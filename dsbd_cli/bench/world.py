@@ -13,21 +13,20 @@ from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any, TypeVar
 
-from dsbd_cli.batch.shard import Shard
-from dsbd_cli.errors import RunError, UserError
+from dsbd_cli.errors import UserError
+from dsbd_cli.world import World as Processes
 
 T = TypeVar("T")
 PATIENCE = timedelta(days=7)
 
 
-class World:
+class World(Processes):
     """This process among its peers.
 
     Args:
         tensor_parallel: processes that hold one target together.
 
     Attributes:
-        rank, world: among all processes. local: place on this host.
         replica, replicas: which group this process is in, and of how many.
         leader: whether this process writes its replica's results.
 
@@ -36,40 +35,40 @@ class World:
     """
 
     def __init__(self, tensor_parallel: int = 1) -> None:
-        shard = Shard.from_env()
-        self.rank, self.world, self.local = shard.rank, shard.world, shard.local
-        self.device = shard.device()
+        super().__init__()
+        self.device = self.shard.device()
         self.tensor_parallel = tensor_parallel
         if tensor_parallel < 1:
             raise UserError(f"--tensor-parallel must be at least 1, not {tensor_parallel}")
-        if tensor_parallel > self.world or self.world % tensor_parallel:
+        if tensor_parallel > self.size or self.size % tensor_parallel:
             raise UserError(
                 f"--tensor-parallel {tensor_parallel} needs a multiple of {tensor_parallel} processes, and there "
-                f"are {self.world}: torchrun --no-python --nproc-per-node {tensor_parallel} dsbd bench ..."
+                f"are {self.size}: torchrun --no-python --nproc-per-node {tensor_parallel} dsbd bench ..."
             )
-        self.replica, self.replicas = self.rank // tensor_parallel, self.world // tensor_parallel
+        self.replica, self.replicas = self.rank // tensor_parallel, self.size // tensor_parallel
         self.leader = self.rank % tensor_parallel == 0
         self._store: Any = None
         self._turn = 0
 
     def start(self) -> None:
         """Meet the other processes; nothing to do for one alone."""
-        if self.world == 1 or self._store is not None:
+        if self.size == 1 or self._store is not None:
             return
         import torch
         from torch import distributed
 
-        self._store, _, _ = next(distributed.rendezvous("env://", self.rank, self.world))
+        self._store, _, _ = next(distributed.rendezvous("env://", self.rank, self.size))
         self._store.set_timeout(PATIENCE)
         cuda = torch.cuda.is_available()
         if cuda:
             torch.cuda.set_device(self.local % torch.cuda.device_count())
         name = f"replica-{self.replica}" if self.tensor_parallel > 1 else "all"
-        distributed.init_process_group(
+        split = self.tensor_parallel > 1
+        self.join(
             "cpu:gloo,cuda:nccl" if cuda else "gloo",
             store=distributed.PrefixStore(name, self._store),
-            rank=self.rank % self.tensor_parallel if self.tensor_parallel > 1 else self.rank,
-            world_size=self.tensor_parallel if self.tensor_parallel > 1 else self.world,
+            rank=self.rank % self.tensor_parallel if split else self.rank,
+            world_size=self.tensor_parallel if split else self.size,
             timeout=PATIENCE,
         )
 
@@ -79,18 +78,18 @@ class World:
 
     def gather(self, value: Any) -> list[Any] | None:
         """Every rank's value (plain values) on rank 0, in rank order; None elsewhere."""
-        if self.world == 1:
+        if self.size == 1:
             return [value]
         self._turn += 1
         self._store.set(f"gather-{self._turn}-{self.rank}", json.dumps(value))
         if self.rank:
             return None
-        keys = [f"gather-{self._turn}-{rank}" for rank in range(self.world)]
+        keys = [f"gather-{self._turn}-{rank}" for rank in range(self.size)]
         return [json.loads(self._store.get(key)) for key in keys]
 
     def broadcast(self, value: Any) -> Any:
         """Rank 0's value (plain values) everywhere."""
-        if self.world == 1:
+        if self.size == 1:
             return value
         self._turn += 1
         key = f"broadcast-{self._turn}"
@@ -99,42 +98,18 @@ class World:
             return value
         return json.loads(self._store.get(key))
 
-    def agree(self, error: str | None) -> None:
-        """Let all processes fail together where one has found a fault.
-
-        Raises:
-            RunError: another process found it.
-        """
-        found = self.broadcast_all(error)
-        others = [text for text in found if text]
-        if others and not error:
-            raise RunError(f"another process stopped: {others[0]}")
-
-    def broadcast_all(self, value: Any) -> list[Any]:
-        """Every rank's value everywhere."""
-        gathered = self.gather(value)
-        everything: list[Any] = self.broadcast(gathered)
-        return everything
-
     def total(self, count: int) -> int:
         """The sum of a count over all ranks, by one collective (NCCL on cards)."""
-        if self.world == 1 or self.tensor_parallel > 1:
+        if self.size == 1 or self.tensor_parallel > 1:
             return count
         import torch
-        from torch import distributed
 
         number = torch.tensor([count], device="cuda" if torch.cuda.is_available() else "cpu")
-        distributed.all_reduce(number)
-        return int(number.item())
+        return int(self.sum(number).item())
 
     def close(self) -> None:
-        """Leave the process group."""
-        if self._store is None:
-            return
-        from torch import distributed
-
-        if distributed.is_initialized():
-            distributed.destroy_process_group()
+        """Leave the process group, and the store that results travel through."""
+        super().close()
         self._store = None
 
 

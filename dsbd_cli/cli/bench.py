@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
+from dsbd_cli.bench.extra import need_extra
 from dsbd_cli.cli.options import Chosen, decoding_options
 from dsbd_cli.cli.output import Out
 from dsbd_cli.ui import waiting
@@ -157,6 +158,7 @@ def run(
     from dsbd_cli.loading import early
     from dsbd_cli.loading.source import parse_source
 
+    need_extra()
     options = Options(
         dataset=dataset,
         data_dir=data_dir,
@@ -194,9 +196,35 @@ def report(
     ] = None,
 ) -> None:
     """Rebuild the summary and the report; several folders are compared in one report."""
+    need_extra()
     from dsbd_cli.bench.report import write_report
 
     show(write_report(folders, out))
+
+
+@app.command("compare")
+def compare(
+    one: Annotated[Path, typer.Argument(metavar="A", help="Folder of a run.")],
+    two: Annotated[Path, typer.Argument(metavar="B", help="Folder of the run it is compared with.")],
+    arm: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--arm",
+            help="Arm to compare; given twice: one of A, one of B. Default: all that both have.",
+        ),
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", help="Folder for the tables as CSV, Markdown and LaTeX.")
+    ] = None,
+) -> None:
+    """Compare two runs of the same items: settings side by side, and paired tests of speed and quality."""
+    need_extra()
+    from dsbd_cli.bench.compare import compare_runs, write_comparison
+
+    comparison = compare_runs(one, two, tuple(arm or ()))
+    if out is not None:
+        write_comparison(comparison, out)
+    Out().write(comparison.text(columns_of(sys.stdout)))
 
 
 @app.command("judge")
@@ -210,6 +238,7 @@ def judge(
     ] = None,
 ) -> None:
     """Rate the answers of an MT-Bench run later, or elsewhere; no model is loaded."""
+    need_extra()
     from dsbd_cli.bench.judging import rate_folder
     from dsbd_cli.bench.plan import check_seconds
 
@@ -220,6 +249,6 @@ def judge(
 def show(folder: Path) -> None:
     """The table on stdout, and where the rest is."""
     waiting.ready()
-    from dsbd_cli.bench.table import summary_text
+    from dsbd_cli.bench.terminal import summary_text
 
     Out().write(summary_text(folder, columns_of(sys.stdout)))

@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from dsbd_cli.cli.generate import plain
-from dsbd_cli.cli.options import Chosen, decoding_options, parse_setting
+from dsbd_cli.cli.options import Chosen, decoding_options
 from dsbd_cli.cli.output import Out, note
 from dsbd_cli.cli.signals import terminated
 from dsbd_cli.cli.stdin import stdin_lines
 from dsbd_cli.errors import UserError
+from dsbd_cli.setting_text import parse_setting
 from dsbd_cli.settings import DRAFTING, FIELDS, METHODS, near
 from dsbd_cli.tally import ratio
 from dsbd_cli.ui.look import is_terminal, unicode_terminal

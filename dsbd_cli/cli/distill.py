@@ -89,7 +89,7 @@ def run(
     from dsbd_cli.distill.pipeline import DistillOptions, command_line, distill, parse_keep
     from dsbd_cli.distill.sample import SampleOptions
     from dsbd_cli.distill.train import TrainOptions
-    from dsbd_cli.distill.world import join_world
+    from dsbd_cli.distill.world import World
     from dsbd_cli.errors import UserError
 
     if target is None or out is None:
@@ -102,7 +102,7 @@ def run(
         minutes = 30.0
     if tokens is None and sample_minutes is None:
         sample_minutes = minutes / 2 if minutes is not None else 15.0
-    world = join_world(device)
+    world = World(device)
     gpu = world.device.type == "cuda"
     pair = _load(target, None, world.device.type if world.size == 1 else "cpu", quiet=not world.first)
     # Activations grow with the width: 65,536 tokens at 576, the size this was tuned at.

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from dsbd_cli.errors import UserError
-from dsbd_cli.settings import DRAFTING, FIELDS, KINDS, NONE, Settings
+from dsbd_cli.setting_text import parse_setting
+from dsbd_cli.settings import DRAFTING, FIELDS, Settings
 from dsbd_cli.ui import waiting
 
 if TYPE_CHECKING:
@@ -250,24 +251,3 @@ def chosen_from(values: dict[str, Any]) -> Chosen:
             spec[name] = given[name]
     settings = {name: parse_setting(name, given[name]) for name in FIELDS if name in given}
     return Chosen(given.get("preset"), spec, settings)
-
-
-def parse_setting(name: str, value: Any) -> Any:
-    """An option's text in the setting's type: `none`, `2,2,1`, numbers; other values as they are."""
-    if not isinstance(value, str):
-        return value
-    kind = KINDS[name]
-    try:
-        if value.lower() in NONE and "None" in kind and "str" not in kind:
-            return None
-        if name == "tree":
-            return tuple(int(part) for part in value.split(","))
-        if kind.startswith("float"):
-            return float(value)
-        if kind.startswith("int"):
-            return int(value)
-    except ValueError:
-        special = {"tree": "positive numbers such as 2,2,1", "threshold": "a number or none"}
-        wanted = special.get(name, "a whole number" if kind.startswith("int") else "a number")
-        raise UserError(f"--{name.replace('_', '-')} must be {wanted}, not {value!r}") from None
-    return value

@@ -7,8 +7,9 @@ import time
 
 import pytest
 
-from dsbd_cli.bench.arms import Arm, build_arms, parse_methods
+from dsbd_cli.bench.arms import Arm, build_arms
 from dsbd_cli.bench.measure import PairBackend
+from dsbd_cli.bench.methods import parse_methods
 from dsbd_cli.decoder import Decoder
 from dsbd_cli.settings import Settings
 from tests.builders import rand, says

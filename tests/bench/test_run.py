@@ -96,21 +96,24 @@ def test_a_cut_run_goes_on_and_equals_an_unbroken_one(tmp_path, stop_after):
     rest = run(plan(tmp_path / "cut"))
     assert results(tmp_path / "cut") == results(tmp_path / "whole")
     counted = [call for call in rest.calls if call[2] == 32]
-    assert len(counted) == 8 - given
+    # The item it was cut in is asked of both arms again: clocks of two sessions are no pair.
+    assert len(counted) == 8 - given + given % 2
+    for item in {item for item, _, _ in results(tmp_path / "cut")}:
+        assert len({r["session"] for r in read_results(tmp_path / "cut") if r["item"] == item}) == 1
     summaries = [
         json.loads((tmp_path / n / "summary.json").read_text())["runs"][0]["arms"] for n in ("cut", "whole")
     ]
     assert summaries[0] == summaries[1]
 
 
-def test_a_torn_line_is_done_again_alone(tmp_path, capsys):
+def test_a_torn_line_is_done_again_with_its_item(tmp_path, capsys):
     run(plan(tmp_path / "out"))
     whole = results(tmp_path / "out")
     path = tmp_path / "out" / "results.jsonl"
     path.write_bytes(path.read_bytes()[:-7])
     again = run(plan(tmp_path / "out"))
     assert "torn" in capsys.readouterr().err
-    assert len([call for call in again.calls if call[2] == 32]) == 1
+    assert len([call for call in again.calls if call[2] == 32]) == 2
     assert results(tmp_path / "out") == whole
 
 
@@ -155,10 +158,14 @@ def test_another_run_does_not_mix_in(tmp_path, change, words):
 
 def test_another_model_does_not_mix_in(tmp_path):
     run(plan(tmp_path / "out"))
+    path = tmp_path / "out" / "results.jsonl"
+    path.write_bytes(path.read_bytes()[:-7])
+    lines = len(read_results(tmp_path / "out"))
     other = FakeBackend()
     other.name = "other"
     with pytest.raises(UserError, match=r"models\.target\.name"):
         run(plan(tmp_path / "out", limit=5), other)
+    assert len(read_results(tmp_path / "out")) == lines  # the cut item's too
 
 
 def test_a_failure_keeps_what_was_measured(tmp_path):

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from dsbd_cli.bench.arms import build_arms, parse_methods
+from dsbd_cli.bench.arms import build_arms
+from dsbd_cli.bench.methods import SWEEPABLE, parse_methods
 from dsbd_cli.bench.sweep import label_of, parse_sweep, points
 from dsbd_cli.errors import UserError
+from dsbd_cli.setting_text import parse_setting
 from dsbd_cli.settings import Settings
 
 
@@ -46,6 +48,35 @@ def test_parsing(text, grid):
 def test_nonsense_is_refused(text):
     with pytest.raises(UserError):
         parse_sweep(text)
+
+
+IMPOSSIBLE = [("temperature", "nan"), ("temperature", "inf"), ("temperature", "-1"), ("top_p", "nan"), ("top_p", "1.1"),
+              ("top_p", "-0.1"), ("top_k", "-1"), ("width", "0"), ("width", "5000"), ("draft_width", "0"),
+              ("gamma", "-1"), ("min_width", "0"), ("threshold", "nan"), ("threshold", "0"), ("threshold", "inf"),
+              ("length_penalty", "nan"), ("length_penalty", "99"), ("max_new_tokens", "-1"), ("verify", "papr"),
+              ("kv", "two"), ("forest", "wood"), ("early_stopping", "soon"), ("tree", "0"),
+              ("tree", "99x99")]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "value"), IMPOSSIBLE)
+def test_an_impossible_value_is_refused_like_the_single_option(name, value):
+    parsed = parse_setting(name, value.replace("x", ","))
+    more = {"method": "specinfer"} if name == "tree" else {}
+    with pytest.raises(UserError) as single:
+        Settings().merged({name: parsed, **more})
+    good = {"tree": "2x1", "verify": "paper", "kv": "one", "forest": "full", "early_stopping": "first"}.get(
+        name, "1"
+    )
+    with pytest.raises(UserError) as swept:
+        parse_sweep(f"{name}={good},{value}")
+    assert str(swept.value) == f"--sweep: {single.value}"
+    assert {name for name, _ in IMPOSSIBLE} | {"deterministic"} == set(SWEEPABLE)
+
+
+def test_a_sweep_of_which_nothing_can_be_run_is_refused():
+    with pytest.raises(UserError, match="none of its settings can be run: min-width 8 is above width 4"):
+        arms("dsbd", sweeps=["min_width=8,9"])
+    assert names(arms("dsbd", sweeps=["min_width=1,9"])) == ["dsbd", "dsbd min_width=1"]
 
 
 def test_a_grid_is_full_and_several_are_united_without_doubles():
