@@ -1,0 +1,1 @@
+"""Quality, tokens/s and joules per token of every method, measured on data sets and reported."""

@@ -1,0 +1,1 @@
+"""What a terminal shows: panels, waiting lines, charts, summaries."""

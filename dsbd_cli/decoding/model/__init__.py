@@ -1,0 +1,1 @@
+"""What methods need of a model and of an engine, and real models that give it."""

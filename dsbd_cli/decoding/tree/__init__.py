@@ -1,0 +1,1 @@
+"""What is generated: sequences, hypotheses, forests, requests, events. No model."""
