@@ -8,7 +8,6 @@ series, writes JSON (taken up again where it exists) and, with matplotlib, plots
 from __future__ import annotations
 
 import argparse
-import os
 import random
 import sys
 import time
@@ -32,8 +31,7 @@ from dsbd_cli.bench.arms import Arm, build_arms
 from dsbd_cli.bench.hf import synchronize
 from dsbd_cli.bench.measure import PairBackend
 from dsbd_cli.decoder import Decoder
-from dsbd_cli.decoding.model.hf_model import HfTreeModel
-from dsbd_cli.decoding.tree.sequences import Trie
+from dsbd_cli.decoding import HfTreeModel, Trie
 from dsbd_cli.errors import DsbdError, UserError
 from dsbd_cli.settings import Settings
 
@@ -95,8 +93,6 @@ def numbers(text: str) -> list[int]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parser().parse_args(arguments)
-    before = os.environ.get("DSBD_FIXED_FOREST")
-    os.environ["DSBD_FIXED_FOREST"] = before or "1"  # a point of a curve is a width and a gamma, used in full
     try:
         if options.report is None and options.out is None:
             raise UserError("--out is missing: name the results file")
@@ -110,9 +106,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except DsbdError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
-    finally:
-        if before is None:
-            del os.environ["DSBD_FIXED_FOREST"]
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
@@ -124,7 +117,10 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     else:
         decoder, settings = pairs.load(options)
         prompts, _ = load_prompts(options, decoder.pair, settings)
-    settings = settings.merged({"max_new_tokens": options.max_new_tokens, "seed": 0})
+    settings = settings.merged(
+        # A point of a curve is a width and a gamma, used in full.
+        {"max_new_tokens": options.max_new_tokens, "seed": 0, "forest": "full"}
+    )
     points, left_out = plan(options, decoder, settings, prompts)
     facts = pairs.facts(decoder) | {
         "max_new_tokens": options.max_new_tokens, "prompt_length": options.prompt_length,

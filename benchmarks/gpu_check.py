@@ -1,11 +1,11 @@
-"""On a GPU: are recorded forwards right, and what do they cost?
+"""On a GPU: are captured forwards and iterations right, and what do they cost?
 
     python -m benchmarks.gpu_check [--json FILE] [--shapes 8b,135m] [--long] [--quick]
 
 Checks, on random models: (1) float32: every method says the same tokens with CUDA graphs, Triton
 kernels or neither; (2) a tree forward is a forward path by path; (3) bfloat16: the rows that leave the
 device are the exact best of the rows on it, ties to the lower id, and close to those of the plain
-forward; (4) a long prompt that makes buffers grow is recorded anew. Then times, as medians: one forward
+forward; (4) a long prompt that makes buffers grow is captured anew. Then times, as medians: one forward
 of N nodes over 300 slots in each way of running it, beside the time that reading the weights once takes.
 Exit code 1 if a check fails.
 """
@@ -27,12 +27,21 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
+from dsbd_cli.decoding import (
+    Choice,
+    Engines,
+    HfTreeModel,
+    Node,
+    SeededSampler,
+    Trie,
+    decode,
+    demand_of,
+    draft_processor,
+    start,
+    top_n_needed,
+)
 from dsbd_cli.decoding.forward.graphs import node_bucket
 from dsbd_cli.decoding.forward.logits import log_probabilities
-from dsbd_cli.decoding.law.distribution import SeededSampler
-from dsbd_cli.decoding.methods import decode, draft_processor, start, top_n_needed
-from dsbd_cli.decoding.model.hf_model import HfTreeModel
-from dsbd_cli.decoding.tree.sequences import Node, Trie
 from dsbd_cli.settings import Settings
 
 # hidden, intermediate, layers, heads, key/value heads, vocabulary, tied
@@ -46,10 +55,10 @@ SHAPES = {
 # What `HfTreeModel` is told, and whether compiled kernels are allowed.
 WAYS: dict[str, tuple[dict[str, Any], bool]] = {
     "model's own code": ({"fast": False, "graphs": False}, True),
-    "its own, recorded": ({"fast": False, "graphs": True}, True),
+    "its own, captured": ({"fast": False, "graphs": True}, True),
     "lean": ({"graphs": False}, True),
-    "lean, recorded, no kernels": ({"graphs": True}, False),
-    "lean, recorded": ({"graphs": True}, True),
+    "lean, captured, no kernels": ({"graphs": True}, False),
+    "lean, captured": ({"graphs": True}, True),
 }
 NODES = (1, 2, 4, 8, 12, 16, 24, 32, 48)
 METHODS = {
@@ -94,13 +103,19 @@ def tree_model(way: str, model: Any, role: str = "target") -> HfTreeModel:
         del os.environ["DSBD_NATIVE"]
 
 
-def decoded(target: HfTreeModel, draft: HfTreeModel, settings: Settings, prompt: list[int], seed: int) -> Any:
-    """All tokens of all ranked sequences, and how many target calls it took."""
+def decoded(
+    target: HfTreeModel, draft: HfTreeModel, settings: Settings, prompt: list[int], seed: int, engines: Engines | None
+) -> Any:  # fmt: skip
+    """All tokens of all ranked sequences, and how many target calls it took; without `engines` step by step."""
     budget = 40
     trie = Trie(lambda node: "length" if node.depth >= budget else None, [], budget)
     target.prefill(prompt, trie.root, top_n=top_n_needed(settings, 0))
     draft.prefill(prompt, trie.root, top_n=draft_processor(settings).top_n)
-    run = start(settings, target, draft, trie, SeededSampler(seed, 0), SeededSampler(seed, 1))
+    samplers = SeededSampler(seed, 0), SeededSampler(seed, 1)
+    choice = Choice()
+    if engines is not None:
+        choice = engines.choose(target, draft, demand_of(settings, True), trie, samplers[1])
+    run = start(settings, target, draft, trie, *samplers, choice.engine, choice.proposer)
     for _ in decode(run, settings):
         pass
     return [node.tokens() for node in run.hypotheses.ranking()], target.calls
@@ -122,16 +137,20 @@ def check_tokens(device: str, quick: bool) -> list[str]:
     for way in WAYS:
         models = [tree_model(way, model, role) for model, role in zip(pair, ("target", "draft"), strict=True)]
         small = [tree_model(way, model, role) for model, role in zip(toys, ("target", "draft"), strict=True)]
+        engines = {id(models): Engines(), id(small): Engines()}
         for name, options in METHODS.items():
             base = {} if options.get("deterministic") else {"temperature": 1.0, "top_k": 10, "top_p": 0.9}
-            settings = Settings(**(base | {"width": 4, "draft_width": 4, "gamma": 3} | options))
+            settings = Settings(
+                **(base | {"width": 4, "draft_width": 4, "gamma": 3, "forest": "full"} | options)
+            )
             for i, prompt in enumerate(prompts):
                 # A whole row of a random model is flat: among 49,152 borders of the cumulative sum some
                 # draw is within rounding of one, so whole rows are compared on the small vocabulary.
-                got = decoded(*(models if settings.top_k else small), settings, prompt, seed=i)
+                used = models if settings.top_k else small
+                got = decoded(*used, settings, prompt, i, engines[id(used)])
                 if said.setdefault(f"{name} {i}", got) != got:
                     wrong.append(f"tokens: {name}, prompt {i}: {way!r} differs from {next(iter(WAYS))!r}")
-        wrong += [f"note: {way}: {note}" for model in models for note in model.notes]
+        wrong += [f"note: {way}: {note}" for part in (*models, *engines.values()) for note in part.notes]
         print(f"  {way}: {len(METHODS) * len(prompts)} runs", flush=True)
     return wrong
 
@@ -169,13 +188,14 @@ def check_paths(device: str, quick: bool) -> list[str]:
 
 
 def check_growth(device: str, quick: bool) -> list[str]:
-    """(4) A prompt that makes the buffers grow is recorded anew, and says what the model's own code says."""
+    """(4) A prompt that makes the buffers grow is captured anew, and says what the model's own code says."""
     models = [build("toy", device, torch.float32, 0.08, seed=seed) for seed in (0, 1)]
     rng = random.Random(3)
     prompts = [[rng.randrange(400) for _ in range(length)] for length in (40, 2500, 40)]
     wrong, said = [], {}
-    for way in ("model's own code", "lean, recorded"):
+    for way in ("model's own code", "lean, captured"):
         pair = [tree_model(way, model, role) for model, role in zip(models, ("target", "draft"), strict=True)]
+        engines = Engines()
         for name in ("multinomial", "beam", "cover", "paper"):
             options = {
                 "temperature": 1.0,
@@ -184,13 +204,14 @@ def check_growth(device: str, quick: bool) -> list[str]:
                 "width": 4,
                 "draft_width": 4,
                 "gamma": 3,
+                "forest": "full",
             }
             settings = Settings(**(options | METHODS[name]))
             for i, prompt in enumerate(prompts):
-                got = decoded(*pair, settings, prompt, seed=i)
+                got = decoded(*pair, settings, prompt, i, engines)
                 if said.setdefault((name, i), got) != got:
                     wrong.append(f"growth: {name}, {len(prompt)} tokens: {way!r} differs")
-        wrong += [f"growth: {way}: {note}" for model in pair for note in model.notes]
+        wrong += [f"growth: {way}: {note}" for part in (*pair, engines) for note in part.notes]
     return wrong
 
 
@@ -198,16 +219,17 @@ def check_rows(device: str, quick: bool) -> list[str]:
     """(3) In bfloat16, what leaves the device is the stable sort of the row that is on it."""
     model = build("toy" if quick else "135m", device, torch.bfloat16, 0.05)
     vocab = model.config.vocab_size
-    tree, root, rng = tree_model("lean, recorded", model), Node(-1, None), random.Random(2)
+    tree, root, rng = tree_model("lean, captured", model), Node(-1, None), random.Random(2)
     tree.prefill([rng.randrange(vocab) for _ in range(100)], root, top_n=10)
     wrong, ties, seen = [], 0, 0
     for count in (1, 3, 8, 24, 48, 60):
         level = [Node(rng.randrange(vocab), root) for _ in range(count)]
         tree.forward(level)
-        assert tree._graphs is not None
+        assert tree.graphs is not None
         key = node_bucket(count), 10
-        bucket = next(b for (n, _, size), b in tree._graphs._buckets.items() if (n, size) == key)
-        rows = log_probabilities(bucket.logits[:count], vocab).cpu().numpy()
+        captures = tree.graphs.captures
+        capture = next(captures[found] for found in captures if (found[0], found[2]) == key)
+        rows = log_probabilities(capture.outputs[1][:count], vocab).cpu().numpy()
         for node, row in zip(level, rows, strict=True):
             tokens, logps = tree.best(node, 10)
             exact = np.argsort(-row, kind="stable")[:10]
@@ -232,12 +254,13 @@ def timed(tree: HfTreeModel, count: int, rounds: int) -> dict[str, float]:
         tree.forward(nodes)
         walls.append(time.perf_counter() - begin)
         tree.retain([])
-    if tree._graphs is not None:
-        bucket = list(tree._graphs._buckets.values())[-1]
+    if tree.graphs is not None:
+        captures = tree.graphs.captures
+        capture = captures[list(captures)[-1]]
         events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
         for _ in range(rounds):
             events[0].record()
-            bucket.replay()
+            capture.replay()
             events[1].record()
             torch.cuda.synchronize()
             device.append(events[0].elapsed_time(events[1]))
@@ -291,7 +314,7 @@ def times(shape: str, device: str, quick: bool) -> dict[str, Any]:
 def iterations(device: str) -> dict[str, Any]:
     """Milliseconds a target call of whole methods: 8B-shaped target, 1B-shaped draft, random weights."""
     target, draft = build("8b", device, torch.bfloat16), build("1b", device, torch.bfloat16, seed=1)
-    models = tree_model("lean, recorded", target), tree_model("lean, recorded", draft, "draft")
+    models = tree_model("lean, captured", target), tree_model("lean, captured", draft, "draft")
     rng = random.Random(5)
     prompt = [rng.randrange(128256) for _ in range(256)]
     base = {"temperature": 1.0, "top_k": 10, "top_p": 0.8, "width": 4, "draft_width": 8, "gamma": 3}
@@ -303,9 +326,8 @@ def iterations(device: str) -> dict[str, Any]:
         "speculative": {"method": "speculative"},
     }
     result = {}
-    for steps in (False, True):
-        if steps:
-            models[0].stop_loops("to compare")
+    for steps in (False, True):  # step by step, to compare
+        engines = None if steps else Engines()
         for name, options in arms.items():
             if steps and name in ("multinomial", "beam"):
                 continue
@@ -314,7 +336,7 @@ def iterations(device: str) -> dict[str, Any]:
             for seed in (0, 1, 2):
                 torch.cuda.synchronize()
                 begin = time.perf_counter()
-                _, calls = decoded(*models, settings, prompt, seed)
+                _, calls = decoded(*models, settings, prompt, seed, engines)
                 walls.append(1e3 * (time.perf_counter() - begin) / calls)
             title = name + (", step by step" if steps else "")
             result[title] = min(walls[1:])
@@ -328,7 +350,7 @@ def iterations(device: str) -> dict[str, Any]:
 def long_prompts(device: str) -> dict[str, Any]:
     """Prefill and one forward of 8 nodes behind prompts up to 32k tokens, 8B-shaped."""
     model = build("8b", device, torch.bfloat16)
-    tree = tree_model("lean, recorded", model)
+    tree = tree_model("lean, captured", model)
     rng, result = random.Random(4), {}
     for length in (512, 2048, 8192, 32768):
         torch.cuda.reset_peak_memory_stats()
@@ -368,8 +390,6 @@ def main() -> int:
     parser.add_argument("--device", default="cuda", help="cpu tries the checks out, without times")
     options = parser.parse_args()
     device = options.device
-    if device == "cpu":
-        os.environ["DSBD_FIXED_FOREST"] = "1"  # there the host would spare layers that a device drafts
     report: dict[str, Any] = {"torch": torch.__version__, "wrong": []}
     if device != "cpu":
         report["device"] = torch.cuda.get_device_name(device)

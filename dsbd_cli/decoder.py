@@ -8,12 +8,29 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from dsbd_cli.decoding.law.distribution import SeededSampler
-from dsbd_cli.decoding.methods import decode, draft_processor, start, top_n_needed
-from dsbd_cli.decoding.methods.run import Run
-from dsbd_cli.decoding.model.hf_model import HfTreeModel
-from dsbd_cli.decoding.tree.events import Event, Finished, Iteration, Layer, Notice, Prefilled, Text
-from dsbd_cli.decoding.tree.sequences import Node, Trie, common_ancestor
+from dsbd_cli.decoding import (
+    Choice,
+    Engines,
+    Event,
+    Finished,
+    HfTreeModel,
+    Iteration,
+    Layer,
+    Node,
+    Notice,
+    Prefilled,
+    Run,
+    Sampler,
+    SeededSampler,
+    Text,
+    Trie,
+    common_ancestor,
+    decode,
+    demand_of,
+    draft_processor,
+    start,
+    top_n_needed,
+)
 from dsbd_cli.energy import EnergyMeter
 from dsbd_cli.errors import UserError
 from dsbd_cli.loading import LoadedModel, Pair, PairSpec, load_pair
@@ -39,6 +56,23 @@ class Decoder:
         self.detokenize = Detokenizer(pair.tokenizer)
         self.target = _tree_model(pair.target, pair, "target")
         self.draft = _tree_model(pair.draft, pair, "draft") if pair.draft is not None else None
+        self.engines = Engines()
+        self._choice: Choice | None = None
+
+    def describe(self) -> dict[str, str]:
+        """Which forward serves each model and which engine ran last, and why no other: a sentence each."""
+        found = {"target forward": self.target.describe()}
+        if self.draft is not None:
+            found["draft forward"] = self.draft.describe()
+        if self._choice is not None:
+            found["engine"] = self._choice.describe()
+        return found
+
+    def choose(self, settings: Settings, draft: HfTreeModel | None, trie: Trie, sampler: Sampler) -> Choice:
+        """The engine for one run on the prefilled models; `sampler` is the draft's."""
+        demand = demand_of(settings, draft is not None)
+        self._choice = self.engines.choose(self.target, draft, demand, trie, sampler)
+        return self._choice
 
     @classmethod
     def from_preset(cls, preset: str | Path, **spec: Any) -> Decoder:
@@ -196,7 +230,8 @@ class _Generation:
         if self.draft is not None:
             self.draft.prefill(self.ids, trie.root, top_n=draft_processor(settings).top_n, reuse=self.reuse)
         samplers = SeededSampler(self.seed, 0), SeededSampler(self.seed, 1)
-        run = start(settings, target, self.draft, trie, *samplers)
+        choice = self.decoder.choose(settings, self.draft, trie, samplers[1])
+        run = start(settings, target, self.draft, trie, *samplers, choice.engine, choice.proposer)
         run.keep_answer = self.reuse
         return run
 
@@ -208,7 +243,7 @@ class _Generation:
             # Only the engine's own time counts: a consumer may take its time over an event. What a
             # device meanwhile does for the next iteration counts too.
             begin = time.perf_counter()
-            self.seconds += self.decoder.target.meanwhile(begin - end)
+            self.seconds += self.decoder.target.clock.overlap(begin - end)
             event = next(loop, None)
             end = time.perf_counter()
             self.seconds += end - begin
@@ -249,7 +284,8 @@ class _Generation:
         stats.kv_bytes_allocated = sum(cache.bytes_allocated for cache in caches)
         if stats.energy_j is not None:
             stats.joules_per_token = ratio(stats.energy_j, stats.new_tokens)
-        stats.notes = [note for cache in caches for note in cache.notes]
+        stats.notes = [note for cache in caches for note in cache.notes] + decoder.engines.notes
+        stats.paths = decoder.describe()
         return Result(
             text=visible_text(best, decoder.detokenize, settings.stop),
             token_ids=best.tokens(),

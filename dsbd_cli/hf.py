@@ -16,11 +16,10 @@ import torch
 from torch import Tensor
 
 from dsbd_cli.decoder import Decoder
-from dsbd_cli.decoding.methods import DRAFTING
 from dsbd_cli.errors import UserError
 from dsbd_cli.loading import LoadedModel, Pair
 from dsbd_cli.result import Result
-from dsbd_cli.settings import DEFAULTS, ONE_BEAM_METHODS, Settings
+from dsbd_cli.settings import DEFAULTS, DRAFTING, ONE_BEAM_METHODS, Settings
 
 # What transformers puts into its lists for settings that are honoured here; anything else changes the law.
 _KNOWN_PROCESSORS = {"TemperatureLogitsWarper", "TopKLogitsWarper", "TopPLogitsWarper"}

@@ -37,6 +37,7 @@ class Stats:
         kv_slots_peak: peak live slots of the target. kv_bytes_peak: peak live slots x bytes, target
             plus draft; kv_bytes_allocated: what the buffers hold.
         energy_j: joules of the decode window; energy_source says how measured, or why not.
+        paths: which forward served each model and which engine ran, and why no other; a sentence each.
     """
 
     prompt_tokens: int = 0
@@ -63,6 +64,7 @@ class Stats:
     joules_per_token: float | None = None
     energy_source: str | None = None
     notes: list[str] = field(default_factory=list)
+    paths: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

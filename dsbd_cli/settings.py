@@ -1,4 +1,4 @@
-"""Decoding settings: one frozen record, checked when it is made (design.md sections 1 to 4)."""
+"""Decoding settings: one frozen record, checked when it is made (docs/design.md sections 1 to 4)."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ METHODS = ("dsbd", "beam", "speculative", "specinfer", "multinomial")
 VERIFY_RULES = ("paper", "continue", "cover")
 EARLY_STOPPING = ("first", "heuristic", "never")
 KV_MODES = ("all", "one")
+FORESTS = ("adaptive", "full")
 DRAFTING = ("dsbd", "speculative", "specinfer")
 ONE_BEAM_METHODS = ("multinomial", "speculative", "specinfer")
 DEFAULT_TREE = (2, 2, 1)
@@ -37,16 +38,18 @@ class Settings:
         width: W, draws per layer and beams kept (ignored by one-beam methods).
         draft_width: W_S, draws (or, for `cover`, distinct continuations) per drafted layer.
         gamma: drafted layers per target call, >= 0.
-        verify: `paper`, `continue` or `cover` (design.md section 3).
-        threshold: t of the dynamic width in (0, 1], or None for a fixed width (section 4).
+        verify: `paper`, `continue` or `cover` (docs/design.md section 3).
+        threshold: t of the dynamic width in (0, 1], or None for a fixed width (docs/design.md section 4).
         min_width: W_min, 1 <= W_min <= width; 2 where nothing is given, and 1 beside width 1.
+        forest: `adaptive`: on a CPU as many layers and nodes as recently paid, gamma and W_S at most; `full`:
+            always gamma layers of W_S (a GPU drafts them anyway).
         tree: per-depth expansion of SpecInfer, or None for (2, 2, 1).
         kv: `all`, or `one` for the paper's memory-constrained mode.
         deterministic: Hugging Face's beam search, token for token (beam and dsbd only).
         temperature, top_k, top_p: T, acting once on the joint; 0 = argmax, 0 = off, 1 = off.
         max_new_tokens: budget of generated tokens, EOS counted.
         length_penalty: alpha of score = l / len**alpha.
-        early_stopping: `first`, `heuristic` or `never` (section 1).
+        early_stopping: `first`, `heuristic` or `never` (docs/design.md section 1).
         stop: stop strings, matched on text across token borders.
         system, raw: system turn; no chat template.
         seed: None draws one, and the result reports it.
@@ -63,6 +66,7 @@ class Settings:
     verify: str = "cover"
     threshold: float | None = None
     min_width: int = _Default(2)
+    forest: str = "adaptive"
     tree: tuple[int, ...] | None = None
     kv: str = "all"
     deterministic: bool = False
@@ -88,6 +92,7 @@ class Settings:
         _one_of("verify", self.verify, VERIFY_RULES)
         _one_of("early-stopping", self.early_stopping, EARLY_STOPPING)
         _one_of("kv", self.kv, KV_MODES)
+        _one_of("forest", self.forest, FORESTS)
         for name, low in (("width", 1), ("draft_width", 1), ("gamma", 0), ("min_width", 1),
                           ("top_k", 0), ("max_new_tokens", 0), ("num_return", 1)):  # fmt: skip
             if getattr(self, name) < low:

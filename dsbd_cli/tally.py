@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dsbd_cli.decoding.tree.events import Layer
+from dsbd_cli.decoding import Layer
 from dsbd_cli.result import Stats
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import Any
 
-from dsbd_cli.decoding.tree.sequences import Node
+from dsbd_cli.decoding import Node
 
 # A character is at most four byte tokens; the margin covers special tokens, which show as nothing.
 _TOKENS_PER_CHARACTER = 4

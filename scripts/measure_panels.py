@@ -8,7 +8,7 @@ import threading
 import time
 
 from dsbd_cli import Decoder, Settings
-from dsbd_cli.decoding.tree.events import Finished
+from dsbd_cli.decoding import Finished
 from dsbd_cli.ui.monitor import Monitor
 from dsbd_cli.ui.painter import Painter
 

@@ -1,4 +1,4 @@
-"""Presets, read strictly (G26): what is not clearly meant is refused with file, line and key."""
+"""Presets, read strictly: what is not clearly meant is refused with file, line and key."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Text out of token ids, piece by piece (G14): for every kind of tokenizer the stream is the one-shot text."""
+"""Text out of token ids, piece by piece: for every kind of tokenizer the stream is the one-shot text."""
 
 from __future__ import annotations
 

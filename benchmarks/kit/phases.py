@@ -15,9 +15,8 @@ import torch
 from dsbd_cli.bench.arms import Arm
 from dsbd_cli.bench.hf import synchronize
 from dsbd_cli.decoder import Decoder
-from dsbd_cli.decoding.device.pipeline import Chain
-from dsbd_cli.decoding.methods.run import Run
-from dsbd_cli.decoding.tree.events import Iteration
+from dsbd_cli.decoding import Iteration, Run
+from dsbd_cli.decoding.device.iteration import CoverIteration
 
 PARTS = ("draft", "target", "verify", "rest")
 
@@ -28,8 +27,8 @@ class Phases:
     `draft` is making the forest, `target` the one target call (both with their host side), `verify` the
     law and the draws, `rest` freeing what is dead, text, events, and whatever consumes them.
 
-    Where the device verifies too (`decoding.chain`) nothing is waited for at the borders, for it is an
-    iteration ahead: `target` is then how long the host waits for it, `verify` and `rest` pass meanwhile.
+    Where the device verifies too (`decoding.device.pipeline`) nothing is waited for at the borders, for it
+    is an iteration ahead: `target` is then how long the host waits for it, `verify` and `rest` overlap.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -49,14 +48,14 @@ class Phases:
         for name, wrap in steps.items():
             self._kept[name] = getattr(Run, name)
             setattr(Run, name, wrap(self._kept[name]))
-        self._land = Chain.land
-        Chain.land = self._landing(Chain.land)  # type: ignore[method-assign]
+        self._wait = CoverIteration.wait
+        CoverIteration.wait = self._waiting(CoverIteration.wait)  # type: ignore[method-assign]
         return self
 
     def __exit__(self, *_: object) -> None:
         for name, step in self._kept.items():
             setattr(Run, name, step)
-        Chain.land = self._land  # type: ignore[method-assign]
+        CoverIteration.wait = self._wait  # type: ignore[method-assign]
 
     def begin(self) -> None:
         """A prompt begins: nothing before its first iteration counts."""
@@ -91,26 +90,26 @@ class Phases:
 
     def _ahead(self, step: Callable[..., Any]) -> Callable[..., Any]:
         def timed(run: Run, *arguments: Any) -> None:
-            self._lap("rest", wait=run.chain is None)
+            self._lap("rest", wait=run.engine is None)
             step(run, *arguments)
-            self._lap("target" if run.proposer is None else "draft", wait=run.chain is None)
+            self._lap("target" if run.proposer is None else "draft", wait=run.engine is None)
 
         return timed
 
-    def _landing(self, step: Callable[..., Any]) -> Callable[..., Any]:
-        def timed(chain: Chain) -> Any:
+    def _waiting(self, step: Callable[..., Any]) -> Callable[..., Any]:
+        def timed(iteration: CoverIteration, *arguments: Any) -> Any:
             self._lap("rest", wait=False)
-            landed = step(chain)
+            outcomes = step(iteration, *arguments)
             self._lap("target", wait=False)
             self.iterations += 1
-            return landed
+            return outcomes
 
         return timed
 
     def _finish(self, step: Callable[..., Any]) -> Callable[..., Any]:
-        def timed(run: Run, *arguments: Any) -> Iterator[Iteration]:
-            self._lap("verify", wait=run.chain is None)
-            yield from step(run, *arguments)
+        def timed(run: Run, *arguments: Any, **options: Any) -> Iterator[Iteration]:
+            self._lap("verify", wait=run.engine is None)
+            yield from step(run, *arguments, **options)
 
         return timed
 

@@ -16,7 +16,7 @@ from benchmarks.kit.pairs import endless
 from dsbd_cli.bench.arms import Arm
 from dsbd_cli.bench.hf import synchronize
 from dsbd_cli.decoder import Decoder
-from dsbd_cli.decoding.tree.events import Iteration
+from dsbd_cli.decoding import Iteration
 
 # Iterations left out at the start: caches grow, graphs are captured.
 _SKIP = 3

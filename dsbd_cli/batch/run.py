@@ -40,7 +40,7 @@ def decode_item(
     Raises:
         RunError: the run itself broke, which ends the batch.
     """
-    from dsbd_cli.decoding.tree.events import Finished, Notice
+    from dsbd_cli.decoding import Finished, Notice
 
     head: dict[str, Any] = {"index": item.index} | ({"id": item.id} if item.id is not None else {})
     own = dataclasses.replace(settings, seed=item_seed(seed, item.index))

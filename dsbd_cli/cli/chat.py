@@ -146,7 +146,7 @@ class Session:
 
     def _kept(self, messages: list[dict[str, str]], said: list[str]) -> Iterator[Any]:
         """The turn's events, its text noted down as it comes."""
-        from dsbd_cli.decoding.tree.events import Text
+        from dsbd_cli.decoding import Text
 
         for event in self.decoder.stream(messages, self.settings, reuse=True):
             if isinstance(event, Text):

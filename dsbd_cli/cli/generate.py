@@ -17,7 +17,7 @@ from dsbd_cli.paths import refuse_unwritable
 from dsbd_cli.ui.look import is_terminal, panel_stream
 
 if TYPE_CHECKING:
-    from dsbd_cli.decoding.tree.events import Event
+    from dsbd_cli.decoding import Event
     from dsbd_cli.result import Result
 
 BATCH = "Many prompts"
@@ -125,7 +125,7 @@ def plain(
     A run that is cut short ends its line; what it had confirmed is printed then, if not before
     (`keep`).
     """
-    from dsbd_cli.decoding.tree.events import Finished, Notice, Prefilled, Text
+    from dsbd_cli.decoding import Finished, Notice, Prefilled, Text
 
     out, confirmed = Out(), ""
     try:
@@ -167,8 +167,9 @@ def print_stats(result: Result) -> None:
     """The statistics as `name value` lines on stderr; unknown values say n/a."""
     from dataclasses import asdict
 
-    for name, value in asdict(result.stats).items():
-        if name in ("widths", "distinct_widths"):
+    stats = asdict(result.stats)
+    for name, value in [*stats.items(), *stats["paths"].items()]:
+        if name in ("widths", "distinct_widths", "paths"):
             continue
         shown = "n/a" if value is None else f"{value:.4g}" if isinstance(value, float) else value
         print(f"{name:24} {shown}", file=sys.stderr)

@@ -54,6 +54,12 @@ PARAMETERS = [
     _option(Text, "--verify", help="paper, continue or cover; all give the same law.", panel=DECODING),
     _option(Text, "--threshold", help="t of the dynamic width, or none for a fixed width.", panel=DECODING),
     _option(Int, "--min-width", help="W_min: the dynamic width never goes below.", panel=DECODING),
+    _option(
+        Text,
+        "--forest",
+        help="adaptive: on a CPU, draft as much as recently paid; full: always gamma layers of W_S.",
+        panel=DECODING,
+    ),
     _option(Text, "--tree", help="SpecInfer's expansion per depth, e.g. 2,2,1.", panel=DECODING),
     _option(
         Text,

@@ -1,1 +1,55 @@
-"""The decoding engine: pure mathematics (law, width, verify), the tree, and the methods as generators."""
+"""Decoding: distributions, trees, caches, forwards, models, engines and methods, one room each.
+
+Rooms import only what lies to their right: `methods | device > model > forward > cache > tree > law`.
+This is the one door: everything outside takes what it needs from here, on first use, so that what
+needs no model (events, nodes) loads neither torch nor transformers.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from dsbd_cli.decoding.device.engines import Choice as Choice
+    from dsbd_cli.decoding.device.engines import Engines as Engines
+    from dsbd_cli.decoding.forward.attention import without_planning as without_planning
+    from dsbd_cli.decoding.law.distribution import LogitsProcessor as LogitsProcessor
+    from dsbd_cli.decoding.law.distribution import Sampler as Sampler
+    from dsbd_cli.decoding.law.distribution import SeededSampler as SeededSampler
+    from dsbd_cli.decoding.methods.dsbd import Run as Run
+    from dsbd_cli.decoding.methods.setup import decode as decode
+    from dsbd_cli.decoding.methods.setup import demand_of as demand_of
+    from dsbd_cli.decoding.methods.setup import draft_processor as draft_processor
+    from dsbd_cli.decoding.methods.setup import start as start
+    from dsbd_cli.decoding.methods.setup import top_n_needed as top_n_needed
+    from dsbd_cli.decoding.model.hf_model import HfTreeModel as HfTreeModel
+    from dsbd_cli.decoding.tree.events import Event as Event
+    from dsbd_cli.decoding.tree.events import Finished as Finished
+    from dsbd_cli.decoding.tree.events import Iteration as Iteration
+    from dsbd_cli.decoding.tree.events import Layer as Layer
+    from dsbd_cli.decoding.tree.events import Notice as Notice
+    from dsbd_cli.decoding.tree.events import Prefilled as Prefilled
+    from dsbd_cli.decoding.tree.events import Text as Text
+    from dsbd_cli.decoding.tree.sequences import Node as Node
+    from dsbd_cli.decoding.tree.sequences import Trie as Trie
+    from dsbd_cli.decoding.tree.sequences import common_ancestor as common_ancestor
+
+_ROOMS = {
+    "device.engines": ("Choice", "Engines"),
+    "forward.attention": ("without_planning",),
+    "law.distribution": ("LogitsProcessor", "Sampler", "SeededSampler"),
+    "methods.dsbd": ("Run",),
+    "methods.setup": ("decode", "demand_of", "draft_processor", "start", "top_n_needed"),
+    "model.hf_model": ("HfTreeModel",),
+    "tree.events": ("Event", "Finished", "Iteration", "Layer", "Notice", "Prefilled", "Text"),
+    "tree.sequences": ("Node", "Trie", "common_ancestor"),
+}
+_WHERE = {name: module for module, names in _ROOMS.items() for name in names}
+__all__ = sorted(_WHERE)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _WHERE:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_WHERE[name]}"), name)

@@ -25,7 +25,7 @@ class Costs:
     """
 
     def __init__(self, models: dict[str, Any]) -> None:
-        from dsbd_cli.decoding.model.hf_model import HfTreeModel
+        from dsbd_cli.decoding import HfTreeModel
 
         self._trees = {
             name: HfTreeModel(
@@ -45,7 +45,7 @@ class Costs:
 
     @staticmethod
     def _measure(tree: Any, count: int) -> float:
-        from dsbd_cli.decoding.tree.sequences import Node
+        from dsbd_cli.decoding import Node
 
         root = Node(-1, None)
         generator = torch.Generator().manual_seed(0)

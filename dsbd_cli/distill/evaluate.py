@@ -152,7 +152,7 @@ def predictions(
     `one`: one beam, drafts accepted by overlap (textbook speculation), against plain sampling.
     `beam`: `width` beams under the `cover` rule, against beam sampling of that width: all `width` draws
     must lie among `draft_width` covered tokens. Speed-up = layers * t_target(beam) / (t_target(forest)
-    + gamma * t_draft), design.md section 3.
+    + gamma * t_draft), docs/design.md section 3.
 
     Args:
         cost: milliseconds of a forward of `target` or `draft` over that many tokens.

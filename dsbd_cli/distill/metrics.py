@@ -1,7 +1,7 @@
 """How close a draft is to its target, per token: overlap, agreement, coverage (pure functions).
 
 A distribution is warped as decoding warps one node: temperature, top-k, renormalise, top-p (smallest
-head whose mass reaches p), renormalise; ties go to the lowest token id (design.md section 1).
+head whose mass reaches p), renormalise; ties go to the lowest token id (docs/design.md section 1).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """What a model's config says about serving it: its context, its window, and whether a tree mask works.
 
-A tree is decoded with one additive mask over slots in any order (design.md section 5). That is not
+A tree is decoded with one additive mask over slots in any order (docs/design.md section 5). That is not
 possible where distance is read off the cache order (ALiBi), where state is recurrent, or past a
 sliding window.
 """

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from dsbd_cli.errors import UserError
+from dsbd_cli.loading import processor
 
 
 def pick_device(name: str, role: str) -> torch.device:
@@ -46,6 +47,4 @@ def pick_dtype(name: str, device: torch.device, coarse: bool = False) -> torch.d
         return torch.bfloat16 if bf16 else torch.float16
     if device.type == "mps":
         return torch.bfloat16 if torch.backends.mps.is_macos_or_newer(14, 0) else torch.float16
-    from dsbd_cli.decoding.forward.amx import likely
-
-    return torch.bfloat16 if coarse and likely() else torch.float32
+    return torch.bfloat16 if coarse and processor.amx_likely() else torch.float32

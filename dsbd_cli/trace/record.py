@@ -14,8 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
-from dsbd_cli.decoding.tree.events import Event, Finished, Iteration, Layer, Notice, Prefilled
-from dsbd_cli.decoding.tree.sequences import Node
+from dsbd_cli.decoding import Event, Finished, Iteration, Layer, Node, Notice, Prefilled
 from dsbd_cli.errors import UserError
 from dsbd_cli.paths import write_error
 from dsbd_cli.version import __version__

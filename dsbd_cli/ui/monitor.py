@@ -10,8 +10,7 @@ import math
 import time
 from typing import TYPE_CHECKING, Any
 
-from dsbd_cli.decoding.tree.events import Event, Iteration, Layer, Notice, Prefilled, Text
-from dsbd_cli.decoding.tree.sequences import Node, common_ancestor
+from dsbd_cli.decoding import Event, Iteration, Layer, Node, Notice, Prefilled, Text, common_ancestor
 from dsbd_cli.tally import Tally, ratio
 from dsbd_cli.ui.charts import counts, resample
 from dsbd_cli.ui.snapshot import POINTS, LiveBeam, Series, Snapshot

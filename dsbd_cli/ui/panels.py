@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from dsbd_cli.decoding.tree.events import Event, Finished
+from dsbd_cli.decoding import Event, Finished
 from dsbd_cli.errors import Stopped
 from dsbd_cli.result import Result
 from dsbd_cli.ui.look import panel_stream, unicode_terminal

@@ -1,4 +1,4 @@
-"""Measuring real (tiny) models: tokens, clocks, log-probabilities, references (field cases G27, G29)."""
+"""Measuring real (tiny) models: tokens, clocks, log-probabilities, references."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`dsbd bench` as people call it: exit codes, streams, Ctrl-C, kill -9, torchrun (field cases G23, G25, G30, G31)."""
+"""`dsbd bench` as people call it: exit codes, streams, Ctrl-C, kill -9, torchrun."""
 
 from __future__ import annotations
 

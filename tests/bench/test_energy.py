@@ -1,4 +1,4 @@
-"""Energy is right where a card can tell, and null with a reason where it cannot (field cases G27, G28)."""
+"""Energy is right where a card can tell, and null with a reason where it cannot."""
 
 from __future__ import annotations
 

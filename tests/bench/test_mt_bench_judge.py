@@ -1,4 +1,4 @@
-"""The judge: what it is shown, and what is read out of its replies (field case G35)."""
+"""The judge: what it is shown, and what is read out of its replies."""
 
 from __future__ import annotations
 

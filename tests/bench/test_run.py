@@ -1,4 +1,4 @@
-"""The loop: interleaved, resumable, one writer, results that do not depend on order (field cases G13, G18, G37)."""
+"""The loop: interleaved, resumable, one writer, results that do not depend on order."""
 
 from __future__ import annotations
 

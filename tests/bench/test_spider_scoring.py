@@ -1,4 +1,4 @@
-"""Verdicts equal the published scorer's; hostile SQL is contained (field cases G30 to G33)."""
+"""Verdicts equal the published scorer's; hostile SQL is contained."""
 
 from __future__ import annotations
 
@@ -150,7 +150,7 @@ def test_a_read_only_folder_is_enough(databases, tmp_path):
         folder.chmod(0o755)
 
 
-def test_g32_bytes_that_are_not_utf8_compare_alike_on_both_sides(databases, runner):
+def test_bytes_that_are_not_utf8_compare_alike_on_both_sides(databases, runner):
     query = "SELECT name FROM singer WHERE id = 7"
     verdict = SpiderScorer(runner).judge(query, query, edge(databases))
     assert verdict.correct

@@ -1,4 +1,4 @@
-"""Getting the SQL out of an answer (field case G34)."""
+"""Getting the SQL out of an answer."""
 
 from __future__ import annotations
 

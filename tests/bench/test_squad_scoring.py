@@ -1,4 +1,4 @@
-"""SQuAD exact match and F1 by the official normalisation (field case G36)."""
+"""SQuAD exact match and F1 by the official normalisation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Results on disk: torn lines, two writers, other runs, a full disk, killed writers (field case G37)."""
+"""Results on disk: torn lines, two writers, other runs, a full disk, killed writers."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ from benchmarks.kit.results import Results, joined, read, write
 from benchmarks.kit.summary import median, summarise
 from dsbd_cli.bench.arms import METHODS
 from dsbd_cli.decoder import Decoder
-from dsbd_cli.decoding.methods.run import Run
+from dsbd_cli.decoding.methods.dsbd import Run
 from dsbd_cli.decoding.model.hf_model import HfTreeModel
 from dsbd_cli.errors import UserError
 from dsbd_cli.settings import Settings
@@ -257,8 +257,7 @@ def test_phases_where_the_device_verifies(tmp_path: Path, monkeypatch: pytest.Mo
     chained = [HfTreeModel(model.model, vocab_size=decoder.pair.vocab_size, role=role, graphs=True)
                for role, model in (("target", decoder.target), ("draft", decoder.draft))]  # fmt: skip
     (arm,) = parse_arms("dsbd:cover threshold=none", Settings(max_new_tokens=12))
-    settings = arm.settings.merged({"seed": 3})
-    monkeypatch.setenv("DSBD_FIXED_FOREST", "1")
+    settings = arm.settings.merged({"seed": 3, "forest": "full"})
     plain = decoder.generate([5, 6, 7], settings)
     decoder.target, decoder.draft = chained
     waits: list[int] = []
@@ -267,7 +266,7 @@ def test_phases_where_the_device_verifies(tmp_path: Path, monkeypatch: pytest.Mo
         found.begin()
         timed = decoder.generate([5, 6, 7], settings)
     assert timed.token_ids == plain.token_ids
-    assert chained[0]._chains
+    assert "pipelined" in timed.stats.paths["engine"]
     assert found.iterations == timed.stats.target_calls + 1  # the first layer needs no call
     assert found.seconds["target"] > 0
     assert len(waits) <= 2  # around the layer that the prompt's own row gives

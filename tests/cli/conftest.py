@@ -17,7 +17,7 @@ from tests import builders
 
 ROOT = Path(__file__).parents[2]
 METHODS = ("multinomial", "beam", "speculative", "specinfer", "dsbd")
-# Every code path that decodes, as options; a field case holds on each of them.
+# Every code path that decodes, as options; what is promised of an answer holds on each of them.
 WAYS = {
     **{method: ["--method", method] for method in METHODS},
     "specinfer wide": ["--method", "specinfer", "--tree", "3,2,1,1"],

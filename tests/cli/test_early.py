@@ -1,4 +1,4 @@
-"""What can be known without torch is refused without torch (G19 to G21, G26): a wait of seconds teaches nothing."""
+"""What can be known without torch is refused without torch: a wait of seconds teaches nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`dsbd` as a process: pipes that close, signals, full disks, terminals (G12, G23, G25)."""
+"""`dsbd` as a process: pipes that close, signals, full disks, terminals."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def interrupt_when_streaming(
 
 
 @pytest.mark.parametrize("unbuffered", ["", "1"])
-def test_g23_the_reader_goes_away(endless: list[str], unbuffered: str) -> None:
+def test_the_reader_goes_away(endless: list[str], unbuffered: str) -> None:
     env = environment(PYTHONUNBUFFERED=unbuffered)
     process = subprocess.Popen(
         program("generate", "hi", *endless), env=env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
@@ -69,7 +69,7 @@ def test_g23_the_reader_goes_away(endless: list[str], unbuffered: str) -> None:
     assert complaints == []
 
 
-def test_g23_help_into_a_closed_pipe() -> None:
+def test_help_into_a_closed_pipe() -> None:
     reading, writing = os.pipe()
     os.close(reading)
     process = subprocess.run(
@@ -90,7 +90,7 @@ def test_a_full_disk_is_one_line_and_exit_1(models: Models) -> None:
 
 
 @pytest.mark.parametrize("times", [1, 2])
-def test_g25_ctrl_c_while_streaming(endless: list[str], times: int) -> None:
+def test_ctrl_c_while_streaming(endless: list[str], times: int) -> None:
     code, seconds, out, err = interrupt_when_streaming(start("generate", "hi", *endless), times)
     assert code == 130
     assert seconds < 20  # a second on an idle machine; decoding on would take minutes
@@ -99,7 +99,7 @@ def test_g25_ctrl_c_while_streaming(endless: list[str], times: int) -> None:
     assert err.decode().splitlines()[-1] == "dsbd: stopped"
 
 
-def test_g25_ctrl_c_while_loading() -> None:
+def test_ctrl_c_while_loading() -> None:
     # A source that never answers keeps the process in its loading phase.
     process = start("generate", "hi", "--target", "/dev/stdin", "--draft", "x", stdin=subprocess.PIPE)
     time.sleep(1.0)
@@ -109,7 +109,7 @@ def test_g25_ctrl_c_while_loading() -> None:
     assert b"Traceback" not in err
 
 
-def test_g25_sigint_at_any_moment_of_the_start(endless: list[str]) -> None:
+def test_sigint_at_any_moment_of_the_start(endless: list[str]) -> None:
     for wait in (0.4, 1.2, 2.5):
         process = start("generate", "hi", *endless)
         time.sleep(wait)
@@ -120,7 +120,7 @@ def test_g25_sigint_at_any_moment_of_the_start(endless: list[str]) -> None:
         assert process.returncode in (130, -signal.SIGINT)
 
 
-def test_g25_a_failure_while_decoding_ends_the_program(dsbd: Call, tmp_path: Path) -> None:
+def test_a_failure_while_decoding_ends_the_program(dsbd: Call, tmp_path: Path) -> None:
     model = builders.rand(tmp_path)
     model.lm_head.weight.data[5] = float("nan")
     model.save_pretrained(str(tmp_path))
@@ -133,13 +133,13 @@ def test_g25_a_failure_while_decoding_ends_the_program(dsbd: Call, tmp_path: Pat
             assert word in last
 
 
-def test_g12_nothing_given_at_a_terminal_is_usage_not_a_wait(models: Models) -> None:
+def test_nothing_given_at_a_terminal_is_usage_not_a_wait(models: Models) -> None:
     terminal = Terminal(program("generate", *pair(models("says", "A"))), env=environment())
     assert terminal.finish() == 2
     assert 'no prompt: dsbd generate "your prompt"' in terminal.text
 
 
-def test_g12_no_stdin_at_all(models: Models) -> None:
+def test_no_stdin_at_all(models: Models) -> None:
     command = " ".join(f"'{part}'" for part in program("generate", *pair(models("says", "A"))))
     for prompt, code in (("hi", 0), ("", 0)):
         done = subprocess.run(f"{command} {prompt} <&-", shell=True, env=environment(), capture_output=True)

@@ -10,9 +10,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from dsbd_cli.decoding.law.distribution import Sampler, Support
-from dsbd_cli.decoding.methods import decode, start
-from dsbd_cli.decoding.methods.dsbd import cover_layers, draw_layers
-from dsbd_cli.decoding.methods.run import Run
+from dsbd_cli.decoding.methods.dsbd import Run, accept_layers, cover_layers
+from dsbd_cli.decoding.methods.setup import decode, start
 from dsbd_cli.decoding.tree.events import Iteration, Layer
 from dsbd_cli.decoding.tree.sequences import DraftLayer, Forest, Node, Trie
 from dsbd_cli.settings import Settings
@@ -153,13 +152,13 @@ class Toy:
         self, state: State, layers: tuple[DraftedLayer, ...]
     ) -> dict[tuple[Any, State, bool, bool], float]:
         """What the generator makes of the first of `layers`: (layer, state, stopped, whether it goes on)."""
-        generator = cover_layers if self.settings.verify == "cover" else draw_layers
 
         def play(sampler: Branching) -> tuple[Any, State, bool, bool]:
             run = self.run(sampler, _NO, state)
             forest = Forest([layer.rebuild(run.trie) for layer in layers])
             run.advance(forest)
-            events = generator(run, forest, self.settings.verify)
+            covers = self.settings.verify == "cover"
+            events = cover_layers(run, forest) if covers else accept_layers(run, forest, self.settings.verify)
             layer = layer_set(next(events))
             following, stopped = state_of(run), run.hypotheses.stopped()
             sampler.closed = True

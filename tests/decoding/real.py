@@ -10,8 +10,8 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from dsbd_cli.decoding.law.distribution import SeededSampler
-from dsbd_cli.decoding.methods import decode, draft_processor, start, top_n_needed
-from dsbd_cli.decoding.methods.run import Run
+from dsbd_cli.decoding.methods.dsbd import Run
+from dsbd_cli.decoding.methods.setup import decode, draft_processor, start, top_n_needed
 from dsbd_cli.decoding.model.hf_model import HfTreeModel
 from dsbd_cli.decoding.tree.events import Layer
 from dsbd_cli.decoding.tree.sequences import Node, Trie

@@ -1,4 +1,4 @@
-"""The laws written a second time, straight from design.md section 1, with nothing shared with the engine.
+"""The laws written a second time, straight from docs/design.md section 1, with nothing shared with the engine.
 
 Everything is a dict over token tuples and plain Python floats: slow, dense, obvious.
 """

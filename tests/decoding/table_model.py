@@ -80,6 +80,9 @@ class TableModel:
         self._held: set[Node] = set()  # in the cache
         self._joints: dict[tuple[object, ...], Support] = {}
 
+    def relative_cost(self, draft: TableModel) -> float | None:
+        return None
+
     def prefill(self, ids: Sequence[int], root: Node) -> None:
         self._known, self._held = {root}, {root}
 
@@ -100,6 +103,9 @@ class TableModel:
             self.calls += 1
             self.forwarded.append(len(new))
             self._held |= new
+
+    def begin(self, nodes: Iterable[Node]) -> None:
+        """A table has no device to work ahead on."""
 
     def has_logits(self, node: Node) -> bool:
         return node in self._known

@@ -1,4 +1,4 @@
-"""Field cases of the methods themselves, on tables: ends inside a block, few candidates, greedy, counts."""
+"""The methods at their edges, on tables: ends inside a block, few candidates, greedy, counts."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from dsbd_cli.decoding.law.distribution import SeededSampler
-from dsbd_cli.decoding.methods.run import Run
+from dsbd_cli.decoding.methods.dsbd import Run
 from dsbd_cli.decoding.tree.events import Iteration, Layer
 from tests.decoding.harness import Toy, path_of, settings_for
 from tests.decoding.reference import T, logprob, p_beam
@@ -54,7 +54,7 @@ def says(*tokens: int) -> PathLaw:
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("reply", [(3,), (0, 3), (0, 1, 3), (0, 1, 2, 3), (0, 1, 2, 0, 3)])
 def test_an_end_in_the_middle_of_a_block(method: str, reply: tuple[int, ...]) -> None:
-    """G01: draft equal to target, everything is accepted, EOS falls anywhere in a block of three."""
+    """Draft equal to target, everything is accepted, EOS falls anywhere in a block of three."""
     run, layers, iterations = play(toy(method, says(*reply), says(*reply)), seed=0)
     assert path_of(run.hypotheses.ranking()[0]) == reply
     assert len(layers) == len(reply), "nothing is counted after the end"
@@ -66,7 +66,7 @@ def test_an_end_in_the_middle_of_a_block(method: str, reply: tuple[int, ...]) ->
 
 @pytest.mark.parametrize("method", [name for name in METHODS if name.startswith(("dsbd", "beam"))])
 def test_a_beam_that_ended_stays_and_is_not_extended(method: str) -> None:
-    """G01: the pool only grows, and nothing is ever drawn below a finished sequence."""
+    """The pool only grows, and nothing is ever drawn below a finished sequence."""
     target = by_path(3, 4)
     seen_both = False
     for seed in range(40):
@@ -87,7 +87,7 @@ def test_a_beam_that_ended_stays_and_is_not_extended(method: str) -> None:
 
 @pytest.mark.parametrize("method", METHODS)
 def test_fewer_candidates_than_the_width(method: str) -> None:
-    """G08: one possible text, or one token of each row: no NaN and nothing invented to fill up."""
+    """One possible text, or one token of each row: no NaN and nothing invented to fill up."""
     wide: dict[str, Any] = {"width": 16, "min_width": 1} if method.startswith(("beam", "dsbd")) else {}
     run, layers, _ = play(toy(method, says(0, 1, 3), TARGET, **wide), seed=1)
     assert [path_of(node) for node in run.hypotheses.ranking()] == [(0, 1, 3)]
@@ -100,7 +100,7 @@ def test_fewer_candidates_than_the_width(method: str) -> None:
 
 @pytest.mark.parametrize("method", ["beam", *DSBD])
 def test_the_width_returns_when_it_can(method: str) -> None:
-    """G08: two forced steps, then four tokens to choose from: 16 draws of a 4-letter alphabet."""
+    """Two forced steps, then four tokens to choose from: 16 draws of a 4-letter alphabet."""
 
     def narrow_then_wide(path: tuple[int, ...]) -> np.ndarray:
         return np.eye(4)[0] if len(path) < 2 else np.full(4, 0.25)
@@ -127,7 +127,7 @@ def tied(path: tuple[int, ...]) -> np.ndarray:
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("t", [T(0.0), T(0.0, 5, 0.5), T(1.0, 1), T(1.0, 0, 0.0), T(1.0, 0, 1e-12)])
 def test_greedy_is_one_sequence_whatever_the_seed(method: str, t: T) -> None:
-    """G10, G11: the argmax of the joint, ties to the lowest id, for every method."""
+    """The argmax of the joint, ties to the lowest id, for every method."""
     drafts = (tied, by_path(8, 4), says(2, 2, 2, 2))
     runs = [play(toy(method, tied, draft, t, budget=6), seed) for draft in drafts for seed in range(5)]
     assert {path_of(run.hypotheses.ranking()[0]) for run, *_ in runs} == {(1, 0, 1, 0, 1, 0)}
@@ -136,7 +136,7 @@ def test_greedy_is_one_sequence_whatever_the_seed(method: str, t: T) -> None:
 
 @pytest.mark.parametrize("method", METHODS)
 def test_a_top_k_above_all_there_is_is_no_filter(method: str) -> None:
-    """G11. T acts on the joint: four drafted parents of four tokens are 16 entries."""
+    """T acts on the joint: four drafted parents of four tokens are 16 entries."""
     for seed in range(20):
         ends = [
             play(toy(method, TARGET, DRAFTS["bad"][1], T(1.0, k), budget=4), seed)[0].hypotheses

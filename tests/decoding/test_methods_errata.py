@@ -1,6 +1,6 @@
 """What the paper and its script print, put in the engine's place: each must fail the laws clearly.
 
-So nobody "fixes" the code back (design.md section 7), and the laws of the other tests have teeth.
+So nobody "fixes" the code back (docs/design.md section 7), and the laws of the other tests have teeth.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import pytest
 
 from dsbd_cli.decoding.law import width as width_module
 from dsbd_cli.decoding.law.distribution import Sampler, residual
-from dsbd_cli.decoding.law.verification import Verified, verify_draws
+from dsbd_cli.decoding.law.verification import Verified, accept_draws
 from dsbd_cli.decoding.methods.proposers import DraftModelProposer
 from dsbd_cli.decoding.tree.sequences import Hypotheses
 from tests.decoding.enumerating import law_of, total_variation
@@ -46,7 +46,7 @@ def variant(
     restart: bool = True,
     first_fill: bool = True,
 ) -> Callable[..., Verified]:
-    """`verify_draws`, one line changed."""
+    """`accept_draws`, one line changed."""
     accept = accept or (lambda p, q, sampler: sampler.accept(p, q))
 
     def verify(p: np.ndarray, q: np.ndarray, draws: list[int], width: int, sampler: Sampler) -> Verified:
@@ -88,13 +88,13 @@ ERRATA = {
 
 
 def test_the_unchanged_variant_is_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine, "verify_draws", variant())
+    monkeypatch.setattr(engine, "accept_draws", variant())
     assert distance(toy(), 4) < 1e-9
 
 
 @pytest.mark.parametrize("name", ERRATA)
 def test_printed_rules_break_the_law(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine, "verify_draws", ERRATA[name])
+    monkeypatch.setattr(engine, "accept_draws", ERRATA[name])
     assert distance(toy(), 4) > 0.01
 
 
@@ -102,9 +102,9 @@ def test_q_over_all_parents_renormalised_breaks_the_law(monkeypatch: pytest.Monk
     """q over the accepted parents must NOT be renormalised while draws under dead ones count."""
 
     def renormalised(p: np.ndarray, q: np.ndarray, *rest: Any) -> Verified:
-        return verify_draws(p, q / q.sum() if q.sum() > 0 else q, *rest)
+        return accept_draws(p, q / q.sum() if q.sum() > 0 else q, *rest)
 
-    monkeypatch.setattr(engine, "verify_draws", renormalised)
+    monkeypatch.setattr(engine, "accept_draws", renormalised)
     assert distance(toy(), 4) > 0.01
 
 
@@ -129,9 +129,9 @@ def test_merged_duplicates_break_the_law(monkeypatch: pytest.MonkeyPatch) -> Non
     """Duplicates merged before verification are draws without replacement, verified as iid."""
 
     def merged(p: np.ndarray, q: np.ndarray, draws: list[int], *rest: Any) -> Verified:
-        return verify_draws(p, q, list(dict.fromkeys(draws)), *rest)
+        return accept_draws(p, q, list(dict.fromkeys(draws)), *rest)
 
-    monkeypatch.setattr(engine, "verify_draws", merged)
+    monkeypatch.setattr(engine, "accept_draws", merged)
     assert distance(toy(), 4) > 0.01
 
 
@@ -162,7 +162,7 @@ def test_a_width_that_looks_at_the_draws_breaks_the_law(monkeypatch: pytest.Monk
     def law(width: Callable[[list[int]], int]) -> dict[int, float]:
         def play(sampler: Any) -> int:
             draws = drawn(q, 2, sampler)
-            return verify_draws(p, q, draws, width(draws), sampler).draws[-1]
+            return accept_draws(p, q, draws, width(draws), sampler).draws[-1]
 
         return law_of(play)
 
@@ -174,7 +174,7 @@ def test_a_width_that_looks_at_the_draws_breaks_the_law(monkeypatch: pytest.Monk
 @pytest.mark.parametrize("name", ["other order", "random 0", "random 1"])
 def test_printed_width_formulas_are_wrong(name: str) -> None:
     p, q = PAIRS[name]
-    counts = law_of(lambda sampler: verify_draws(p, q, drawn(q, 3, sampler), 3, sampler).accepted)
+    counts = law_of(lambda sampler: accept_draws(p, q, drawn(q, 3, sampler), 3, sampler).accepted)
     exact = np.array([counts.get(k, 0.0) for k in range(4)])
     mine = width_module.accept_counts(width_module.acceptances(p, q, 3))
     np.testing.assert_allclose(mine, exact, atol=1e-12)

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from dsbd_cli.decoding.law.distribution import Support
-from dsbd_cli.decoding.methods import decode
 from dsbd_cli.decoding.methods.dsbd import cover_layers, verify_layer
+from dsbd_cli.decoding.methods.setup import decode
 from dsbd_cli.decoding.tree.events import Iteration
 from dsbd_cli.decoding.tree.sequences import DraftLayer, Forest, Hypotheses, Node
 from tests.decoding.enumerating import Branching, law_of, total_variation

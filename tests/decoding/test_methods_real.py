@@ -39,7 +39,7 @@ def prompts(count: int) -> list[list[int]]:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("method", METHODS)
 def test_greedy_is_hugging_faces_greedy(method: str, kind: str) -> None:
-    """G03: in float32 every method says what plain greedy decoding says."""
+    """In float32 every method says what plain greedy decoding says."""
     target, draft = (tree_model(kind, VOCAB, seed, str(seed)) for seed in (0, 1))
     settings = Settings(temperature=0.0, max_new_tokens=12, **METHODS[method])
     for number, prompt in enumerate(prompts(6)):
@@ -76,7 +76,7 @@ def test_cover_says_what_beam_says(kind: str, draft_seed: int) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["multinomial", "speculative", "specinfer", "paper", "continue", "cover"])
 def test_law_on_exact_weights(method: str, tmp_path: Path) -> None:
-    """G02 end to end: a Llama that is a table, a very different one as its draft, 1500 seeds."""
+    """The law end to end: a Llama that is a table, a very different one as its draft, 1500 seeds."""
     rng, runs, eos, t = np.random.default_rng(8), 1500, (3,), T(0.9, 3, 0.95)
     tables = [rng.dirichlet(np.full(4, 0.8), size=4) for _ in range(2)]
     models = [

@@ -10,14 +10,15 @@ import torch
 import torch.nn.functional as F
 
 from dsbd_cli.decoding.forward import native
-from dsbd_cli.decoding.forward.native import Kernels
+from dsbd_cli.decoding.forward.kernels import CKernels, c_kernels
+from dsbd_cli.loading import processor
 
 DTYPES = [torch.float32, torch.bfloat16]
 
 
 @pytest.fixture
-def kernels() -> Kernels:
-    loaded = native.load()
+def kernels() -> CKernels:
+    loaded = c_kernels()
     if loaded is None:
         pytest.skip("no C compiler here")
     return loaded
@@ -102,21 +103,21 @@ def test_without_kernels_everything_goes_on(trouble, monkeypatch, tmp_path):
     if trouble == "switched off":
         monkeypatch.setenv("DSBD_NATIVE", "0")
     elif trouble == "no compiler":
-        monkeypatch.setattr(native.shutil, "which", lambda name: None)
+        monkeypatch.setattr(processor.shutil, "which", lambda name: None)
     elif trouble == "broken compiler":
         monkeypatch.setenv("CC", "false")
         with pytest.raises(subprocess.CalledProcessError):
             native.built("kernels.c")
     else:
         (tmp_path / "native").write_text("a file where a folder should be")
-    assert native.load.__wrapped__() is None
+    assert c_kernels.__wrapped__() is None
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_rows_on_several_threads_are_the_same_rows(kernels, dtype):
     logits = noise(41, 700, dtype=dtype)
     logits[3, 5] = float("nan")
-    whole = kernels.rows(logits, 650, 9)
-    single = [kernels.rows(row[None], 650, 9) for row in logits]
+    whole = kernels.top_logits(logits, 650, 9)
+    single = [kernels.top_logits(row[None], 650, 9) for row in logits]
     for got, wanted in zip(whole, zip(*single, strict=True), strict=True):
         assert (got == np.concatenate(wanted)).all()

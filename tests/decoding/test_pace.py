@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from dsbd_cli.decoding.law.distribution import SeededSampler, Support, most_probable
-from dsbd_cli.decoding.law.draft_length import DraftLength
-from dsbd_cli.decoding.methods import forest_mass
+from dsbd_cli.decoding.methods.proposers import DraftLength
+from dsbd_cli.decoding.methods.setup import forest_mass
 from tests.decoding.enumerating import total_variation
 from tests.decoding.harness import Toy, settings_for
 from tests.decoding.reference import T
@@ -20,8 +20,7 @@ from tests.decoding.toys import DRAFTS, EOS, OFF, ON
 @pytest.fixture
 def spare(monkeypatch):
     """Forests as on a CPU: `start` finds a price of a layer."""
-    monkeypatch.delenv("DSBD_FIXED_FOREST", raising=False)
-    monkeypatch.setattr(TableModel, "relative_cost", lambda self, draft: 0.3, raising=False)
+    monkeypatch.setattr(TableModel, "relative_cost", lambda self, draft: 0.3)
 
 
 def toy(verify: str, draft: str, t: T, **given: Any) -> Toy:

@@ -1,4 +1,4 @@
-"""A forward over a tree is a forward over each of its paths, on one pool, for every served family (G05)."""
+"""A forward over a tree is a forward over each of its paths, on one pool, for every served family."""
 
 from __future__ import annotations
 
@@ -9,12 +9,14 @@ import pytest
 import torch
 
 from dsbd_cli.decoding.forward import llama
-from dsbd_cli.decoding.forward.linears import DenseLinear, Int8Linear, PrepackedLinear, can_pack, can_quantize
+from dsbd_cli.decoding.forward.backends import why_not_fused
+from dsbd_cli.decoding.forward.kernels import DenseLinear, Int8Linear, PrepackedLinear, can_pack, can_quantize
 from dsbd_cli.decoding.law.distribution import LogitsProcessor
 from dsbd_cli.decoding.model.hf_model import HfTreeModel
 from dsbd_cli.decoding.tree.sequences import Node
 from dsbd_cli.errors import RunError, UserError
 from tests.builders import VOCAB, markov, rand
+from tests.decoding.spy import Spy
 
 # Weights large enough that attention decides; a window that is crossed.
 FAMILIES = {
@@ -58,7 +60,7 @@ def children(rng, node, count):
 def test_tree_forward_is_path_by_path_through_hundreds_of_rounds(tmp_path, name, attention):
     fast, replayed = "lean" in attention, "replayed" in attention
     model = family(tmp_path, name, attention if attention in ("eager", "sdpa") else "eager")
-    if fast and not llama.serves(model):
+    if fast and why_not_fused(model) is not None:
         pytest.skip(f"{name} is left to its own modelling code")
     tree = HfTreeModel(model, vocab_size=VOCAB, fast=fast, graphs=replayed)
     tree.require_tree()
@@ -134,8 +136,7 @@ def test_the_next_turn_reuses_prompt_and_answer(tmp_path):
     last = children(rng, good, 1)[0]
     tree.forward([last, bad])
     computed = []
-    inner = tree._forward
-    tree._forward = lambda cache, tokens, *rest: computed.append(len(tokens)) or inner(cache, tokens, *rest)
+    tree._forward = Spy(tree._forward, lambda cache, tokens, *rest: computed.append(len(tokens)))
     turn = [*ids, good.token, last.token, 9, 8]
     tree.prefill(turn, root := Node(-1, None))
     assert computed == [2]
@@ -255,7 +256,7 @@ def test_a_fast_forward_leaves_the_model_usable(tmp_path):
     for kind in (DenseLinear, PrepackedLinear):
         if kind is PrepackedLinear and not can_pack(torch.float32):
             pytest.skip("no packed products here")
-        forward = llama.LlamaForward(model, kind=kind)
+        forward = llama.LlamaForward(model, kind, None)
         assert (plain(model, [1, 2, 3]) - before).abs().max() < 1e-6
         tree, root = HfTreeModel(model, vocab_size=VOCAB), Node(-1, None)
         tree._use(forward)

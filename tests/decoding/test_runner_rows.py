@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from dsbd_cli.decoding.forward import native
+from dsbd_cli.decoding.forward import logits as module
+from dsbd_cli.decoding.forward.kernels import c_kernels
 from dsbd_cli.decoding.forward.logits import top_logits
 
 
@@ -14,8 +15,8 @@ from dsbd_cli.decoding.forward.logits import top_logits
 def way(request, monkeypatch):
     """Both ways of finding the best entries."""
     if request.param == "tensors":
-        monkeypatch.setattr(native, "load", lambda: None)
-    elif native.load() is None:
+        monkeypatch.setattr(module, "c_kernels", lambda: None)
+    elif c_kernels() is None:
         pytest.skip("no C compiler here")
     return request.param
 

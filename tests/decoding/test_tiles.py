@@ -10,6 +10,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from dsbd_cli.decoding.cache.kv_buffer import KVBuffer
 from dsbd_cli.decoding.forward import amx, llama
+from dsbd_cli.decoding.forward.backends import why_no_amx
+from dsbd_cli.decoding.forward.kernels import PrepackedLinear, c_kernels
 from dsbd_cli.decoding.model.hf_model import HfTreeModel
 from dsbd_cli.decoding.tree.sequences import Node
 
@@ -86,8 +88,8 @@ def far(got: Tensor, wanted: Tensor) -> float:
 @pytest.mark.parametrize("count", [1, 5, 16, 17, 33, 48, 49, 100])
 def test_a_tree_is_its_paths(kind, count):
     model = make(kind)
-    assert amx.serves(model, False)
-    forward, other = amx.AmxForward(model), llama.LlamaForward(model)
+    assert why_no_amx(model, False) is None
+    forward, other = amx.AmxForward(model), llama.LlamaForward(model, PrepackedLinear, c_kernels())
     ids, parents, slots = tree(count, count)
     got = run(forward, model, KVBuffer(250), ids, parents, slots)
     usual = run(other, model, KVBuffer(250), ids, parents, slots)
@@ -150,7 +152,7 @@ def test_only_wanted_rows_come_back():
 def test_int8_is_close_and_a_large_token_matters_only_to_itself(dtype, count):
     model = make("llama", dtype)
     model.model.embed_tokens.weight.data[7] *= 300
-    assert amx.serves(model, True)
+    assert why_no_amx(model, True) is None
     ids, parents, slots = tree(count, 5)
     ids[1], parents[2:] = 7, [0 if parent == 1 else parent for parent in parents[2:]]
     got = run(amx.AmxForward(model, int8=True), model, KVBuffer(128), ids, parents, slots)
@@ -167,9 +169,9 @@ def test_int8_weights_come_back_from_their_tiles():
 
 
 def test_whatever_the_tiles_cannot_take_is_left_to_others():
-    assert not amx.serves(make("llama", torch.float32), False)
-    assert not amx.serves(make("llama", vocab_size=259), False)
-    assert not amx.serves(make("llama", hidden_size=96), True)  # int8 takes 64 inputs a step
+    assert why_no_amx(make("llama", torch.float32), False) is not None
+    assert why_no_amx(make("llama", vocab_size=259), False) is not None
+    assert why_no_amx(make("llama", hidden_size=96), True) is not None  # int8 takes 64 inputs a step
 
 
 def test_not_a_number_shows_in_its_rows():

@@ -8,22 +8,18 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from dsbd_cli.decoding.cache.kv_buffer import TreeMasks
 from dsbd_cli.decoding.forward import llama
-from dsbd_cli.decoding.forward.linears import DenseLinear
-from dsbd_cli.decoding.forward.llama_layers import TorchLayer, TritonLayer
-from dsbd_cli.decoding.forward.logits import finite_logits, log_probabilities, pack, unpack
+from dsbd_cli.decoding.forward.kernels import DenseLinear
+from dsbd_cli.decoding.forward.llama import TorchLayer, TritonLayer
 from dsbd_cli.decoding.model.hf_model import HfTreeModel
 from dsbd_cli.decoding.tree.sequences import Node
 from tests.builders import VOCAB, rand
-from tests.decoding.test_device_draft import related, settings_of, told, trees
+from tests.decoding.device.helpers import related, settings_of, told, trees
 
 pytest.importorskip("triton", reason="Triton comes with torch's CUDA wheels")
 if not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("no CUDA device, and TRITON_INTERPRET is not 1", allow_module_level=True)
 
-from dsbd_cli.decoding.device import law_triton
-from dsbd_cli.decoding.device.triton_chain import TritonChain
 from dsbd_cli.decoding.forward.triton_kernels import Kernels
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -78,9 +74,9 @@ def test_rms_and_silu(dtype):
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3"])
 def test_layers_with_kernels_are_layers_without(tmp_path, kind):
     model = rand(tmp_path, kind, num_key_value_heads=2, head_dim=16, initializer_range=0.3).to(DEVICE)
-    forward = llama.LlamaForward(model, kind=DenseLinear)
+    forward = llama.LlamaForward(model, DenseLinear, None)
     torch_layers = [
-        TorchLayer(i, layer, DenseLinear, torch.float32) for i, layer in enumerate(model.model.layers)
+        TorchLayer(i, layer, DenseLinear, torch.float32, None) for i, layer in enumerate(model.model.layers)
     ]
     kernels = [
         TritonLayer(i, layer, DenseLinear, torch.float32, Kernels())
@@ -100,57 +96,12 @@ def test_layers_with_kernels_are_layers_without(tmp_path, kind):
     assert (rows[0] - rows[1]).abs().max() < 1e-4
 
 
-@pytest.mark.parametrize(
-    ("rows", "width", "vocab", "count"), [(1, 500, 500, 1), (5, 3100, 3000, 10), (3, 70, 64, 64)]
-)
-def test_best_rows_are_those_of_tensor_operations(rows, width, vocab, count):
-    logits = noise(rows, width, dtype=torch.float32).to(DTYPES[1])  # rounded: many ties
-    logits[0, 7], logits[0, 3] = 0.0, -0.0
-    got = unpack(law_triton.pack_rows(logits, vocab, count).cpu().numpy())
-    logps = log_probabilities(logits, vocab)
-    wanted = unpack(pack(logps, finite_logits(logps), count).cpu().numpy())
-    assert (got.tokens == wanted.tokens).all()
-    assert abs(got.logps - wanted.logps).max() < 1e-5
-    assert got.finite.all()
-
-
-@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
-def test_a_row_that_is_not_finite_is_noticed(bad):
-    logits = noise(3, 2500, dtype=torch.float32)
-    logits[1, 1700] = bad
-    assert unpack(law_triton.pack_rows(logits, 2500, 4).cpu().numpy()).finite.tolist() == [True, False, True]
-
-
-def test_masks_of_a_forest_are_those_of_the_table():
-    device = torch.device(DEVICE)
-    tables = [TreeMasks(40, 96, torch.float32, device) for _ in range(2)]
-    for table in tables:
-        for row in (1, 2, 3):
-            table.see(row, torch.arange(row, 9, device=device))
-    parent = torch.tensor([[0, 2, 2, 1], [3, 0, 0, 2], [1, 1, 3, 0]], device=device)  # four nodes a layer
-    base = torch.tensor([1, 2, 3], device=device)
-    slots, rows = torch.randperm(80, device=device)[:12] + 10, torch.arange(20, 32, device=device)
-    inside = torch.zeros(12, 12, dtype=torch.bool, device=device)
-    starts = []
-    for node in range(12):
-        depth, at = divmod(node, 4)
-        while depth >= 0:
-            inside[node, depth * 4 + at] = True
-            at, depth = int(parent[depth, at]), depth - 1
-        starts.append(int(base[at]))
-    wanted = tables[0].extend(torch.tensor(starts, device=device), rows, slots, inside)
-    got = law_triton.forest_masks(tables[1].table, base, parent, slots, rows, 4)
-    assert torch.equal(got, wanted)
-    assert torch.equal(tables[0].table, tables[1].table)
-
-
 @pytest.mark.parametrize("way", ["cover", "greedy", "one layer", "beam", "multinomial"])
 def test_the_kernels_decide_what_the_host_decides(tmp_path, monkeypatch, way):
-    monkeypatch.setenv("DSBD_FIXED_FOREST", "1")  # as the device drafts
     settings, pair = settings_of(way), [model.to(DEVICE) for model in related(tmp_path)]
     models = [trees(pair, graphs) for graphs in (True, False)]
     for seed in range(2):
         got, wanted = (told(each, settings, seed, budget=12) for each in models)
         assert got[:3] == wanted[:3]
-    assert not models[0][0].notes
-    assert [type(chain) for chain in models[0][0]._chains.values()] == [TritonChain]
+    assert not models[0].notes
+    assert models[0].choice.law == "TritonLaw"

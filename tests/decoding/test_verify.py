@@ -1,4 +1,4 @@
-"""`verify_draws` by exact enumeration: whatever q is, the slots are iid draws of p."""
+"""`accept_draws` by exact enumeration: whatever q is, the slots are iid draws of p."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections import defaultdict
 import numpy as np
 import pytest
 
-from dsbd_cli.decoding.law.verification import Verified, align, verify_draws
+from dsbd_cli.decoding.law.verification import Verified, accept_draws, align
 from tests.decoding.enumerating import Branching, law_of, total_variation
 
 Case = tuple[np.ndarray, np.ndarray]
@@ -49,7 +49,7 @@ def drawn(q: np.ndarray, count: int, sampler: Branching) -> list[int]:
 
 
 def slots_law(p: np.ndarray, q: np.ndarray, draws: int, width: int) -> dict[tuple[int, ...], float]:
-    return law_of(lambda sampler: verify_draws(p, q, drawn(q, draws, sampler), width, sampler).draws)
+    return law_of(lambda sampler: accept_draws(p, q, drawn(q, draws, sampler), width, sampler).draws)
 
 
 def iid(p: np.ndarray, width: int) -> dict[tuple[int, ...], float]:
@@ -79,7 +79,7 @@ def test_one_draw_for_one_slot_is_textbook_speculative_sampling() -> None:
             law[slot, False] += mass * (1 - min(1, p[draw] / q[draw])) * rest[slot] / rest.sum()
 
     def play(sampler: Branching) -> tuple[int, bool]:
-        result = verify_draws(p, q, drawn(q, 1, sampler), 1, sampler)
+        result = accept_draws(p, q, drawn(q, 1, sampler), 1, sampler)
         return result.draws[0], result.passed
 
     assert total_variation(law_of(play), dict(law)) < 1e-12
@@ -90,7 +90,7 @@ def test_a_draft_equal_to_the_target_is_accepted_whole(p: np.ndarray) -> None:
     for draws, width in ((1, 1), (2, 2), (3, 2)):
         results = law_of(
             lambda sampler: all(
-                verify_draws(p, p.copy(), drawn(p, draws, sampler), width, sampler).verdicts  # noqa: B023
+                accept_draws(p, p.copy(), drawn(p, draws, sampler), width, sampler).verdicts  # noqa: B023
             )
         )
         assert results == {True: pytest.approx(1)}
@@ -107,7 +107,7 @@ def test_a_draft_equal_up_to_rounding_never_makes_nan() -> None:
 
 def test_disjoint_supports_accept_nothing() -> None:
     p, q = PAIRS["disjoint"]
-    law = law_of(lambda sampler: verify_draws(p, q, drawn(q, 3, sampler), 2, sampler).accepted)
+    law = law_of(lambda sampler: accept_draws(p, q, drawn(q, 3, sampler), 2, sampler).accepted)
     assert law == {0: pytest.approx(1)}
 
 
@@ -119,7 +119,7 @@ def play_script(p: np.ndarray, q: np.ndarray, draws: list[int], width: int, acce
         def sample(self, weights: np.ndarray, count: int) -> list[int]:
             return [int(np.argmax(weights))] * count
 
-    result = verify_draws(p, q, draws, width, Script())
+    result = accept_draws(p, q, draws, width, Script())
     assert not accepts, "more verdicts were expected"
     return result
 

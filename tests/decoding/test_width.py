@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 
 from dsbd_cli.decoding.law.distribution import SeededSampler
-from dsbd_cli.decoding.law.verification import verify_draws
+from dsbd_cli.decoding.law.verification import accept_draws
 from dsbd_cli.decoding.law.width import (
-    FixedWidth,
     ThresholdWidth,
     accept_counts,
     acceptances,
@@ -26,7 +25,7 @@ FEW = [name for name in PAIRS if name not in ("random 2", "random 3", "random 4"
 def enumerated_counts(name: str, m: int) -> dict[int, float]:
     """The law of the number of accepts among m draws, by enumeration."""
     p, q = PAIRS[name]
-    return law_of(lambda sampler: verify_draws(p, q, drawn(q, m, sampler), m, sampler).accepted)
+    return law_of(lambda sampler: accept_draws(p, q, drawn(q, m, sampler), m, sampler).accepted)
 
 
 @pytest.mark.parametrize(("name", "m"), [(n, m) for n in PAIRS for m in (1, 2, 3)] + [(n, 4) for n in FEW])
@@ -44,7 +43,7 @@ def test_counts_against_monte_carlo() -> None:
     seen = np.zeros(m + 1)
     for _ in range(rounds):
         draws = [i if i < 4 else -1 for i in sampler.sample(with_dead, m)]
-        seen[verify_draws(p, q, draws, m, sampler).accepted] += 1
+        seen[accept_draws(p, q, draws, m, sampler).accepted] += 1
     law = accept_counts(acceptances(p, q, m))
     assert law.sum() == pytest.approx(1, abs=1e-12)
     error = np.sqrt(law * (1 - law) / rounds)
@@ -95,26 +94,23 @@ def test_a_perfect_draft_reaches_the_width_at_any_threshold() -> None:
         p = rng.dirichlet(np.ones(9))
         q = p * (1 + 1e-15 * rng.standard_normal(9))  # what another summation order leaves
         assert ThresholdWidth(4, 1, 1.0).for_draws(p, q, 4) == 4
-        assert ThresholdWidth(4, 1, 1.0).for_cover(lambda p=p: float(p.sum())) == 4
-        assert ThresholdWidth(4, 1, 1.0).for_cover(lambda: 1 - 2e-16) == 4
+        assert ThresholdWidth(4, 1, 1.0).for_cover(float(p.sum())) == 4
+        assert ThresholdWidth(4, 1, 1.0).for_cover(1 - 2e-16) == 4
 
 
 def test_a_useless_draft_leaves_the_minimum() -> None:
     p, q = PAIRS["disjoint"]
     assert ThresholdWidth(4, 2, 0.01).for_draws(p, q, 4) == 2
-    assert ThresholdWidth(4, 2, 0.01).for_cover(lambda: 0.0) == 2
+    assert ThresholdWidth(4, 2, 0.01).for_cover(0.0) == 2
 
 
 def test_cover_width_in_closed_form() -> None:
     rule = ThresholdWidth(4, 1, 0.5)
     # 0.8, 0.64, 0.512, 0.41
-    assert [rule.for_cover(lambda c=c: c) for c in (0.3, 0.6, 0.72, 0.8, 0.9, 1.0)] == [1, 1, 2, 3, 4, 4]
+    assert [rule.for_cover(c) for c in (0.3, 0.6, 0.72, 0.8, 0.9, 1.0)] == [1, 1, 2, 3, 4, 4]
 
 
 def test_which_rule_the_settings_name() -> None:
-    assert isinstance(width_rule(4, 2, None), FixedWidth)
-    assert isinstance(width_rule(4, 4, 0.9), FixedWidth)
+    assert width_rule(4, 2, None) is None  # W in every layer
+    assert width_rule(4, 4, 0.9) is None
     assert isinstance(width_rule(4, 3, 0.9), ThresholdWidth)
-    p, q = PAIRS["disjoint"]
-    assert width_rule(4, 4, 0.9).for_draws(p, q, 2) == 4
-    assert width_rule(4, 1, None).for_cover(lambda: 0.0) == 4

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from dsbd_cli.distill.engine import CHUNK, WINDOW, Engine, Request, top_window
+from dsbd_cli.distill.engine import CHUNK, WINDOW, Engine, Request, draw, top_window
 from dsbd_cli.distill.metrics import Warp, dense, warp_rows
 from dsbd_cli.errors import UserError
 
@@ -107,6 +107,14 @@ def test_an_architecture_that_attends_otherwise_is_refused() -> None:
     windowed = model_of("mistral", sliding_window=4)
     with pytest.raises(UserError, match="cannot be sampled"):
         Engine(windowed, rows=2, size=20, eos=[1], vocab=VOCAB)
+
+
+@pytest.mark.parametrize("count", [1, 2, 4, 5, 7])
+def test_a_head_of_exactly_top_p_is_all_that_is_drawn_from(count: int) -> None:
+    """Eight equal tokens, each once the one that the noise favours: as many as fill p can be drawn."""
+    noise = torch.full((8, 8), 0.1) + 0.8 * torch.eye(8)
+    drawn = draw(torch.zeros(8, 8), torch.ones(8), torch.full((8,), 8), torch.full((8,), count / 8), noise)
+    assert len(set(drawn.tolist())) == count
 
 
 def test_top_window_is_exact_in_chunks() -> None:

@@ -35,6 +35,13 @@ def test_warp_is_the_definition(warp: Warp) -> None:
     assert (got - want).abs().max() < 1e-6
 
 
+@pytest.mark.parametrize("count", [1, 2, 4, 5, 7])
+def test_a_head_of_exactly_top_p_is_all_that_stays(count: int) -> None:
+    """Eight equal tokens, so sums are exact: what stands behind a head that reaches p is cut, as in decoding."""
+    probs, ids = warp_rows(torch.zeros(1, 8), Warp(1.0, 0, count / 8))
+    assert ids[0, probs[0] > 0].tolist() == list(range(count))
+
+
 def test_ties_go_to_the_lowest_id() -> None:
     logits = torch.zeros(2, 50)
     logits[1, 7] = 1.0

@@ -1,4 +1,4 @@
-"""What a config says about trees and windows (G06): refused by name, or served up to the window."""
+"""What a config says about trees and windows: refused by name, or served up to the window."""
 
 from __future__ import annotations
 

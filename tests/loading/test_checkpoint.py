@@ -1,4 +1,4 @@
-"""Broken and pointer weight files (G19): the path, the size and the likely cause, before anything slow."""
+"""Broken and pointer weight files: the path, the size and the likely cause, before anything slow."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pairs on GPUs (G22): what auto picks, and target and draft in different places."""
+"""Pairs on GPUs: what auto picks, and target and draft in different places."""
 
 from __future__ import annotations
 

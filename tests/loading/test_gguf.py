@@ -1,4 +1,4 @@
-"""GGUF files (G21): weights and token ids as in the original, and one line for each that cannot be read."""
+"""GGUF files: weights and token ids as in the original, and one line for each that cannot be read."""
 
 from __future__ import annotations
 

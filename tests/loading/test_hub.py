@@ -1,4 +1,4 @@
-"""No network (G20): local folders never touch it, and a hub model that cannot be had is one clear line."""
+"""No network: local folders never touch it, and a hub model that cannot be had is one clear line."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Two models that must agree on tokens (G04), ends (G16), devices and number formats (G22)."""
+"""Two models that must agree on tokens, ends, devices and number formats."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One key/value buffer a model, in which every sequence of the run shares its slots (design.md section 5).
+"""One key/value buffer a model, in which every sequence of the run shares its slots (docs/design.md section 5).
 
 A node owns one slot, a sequence is a set of slots, and a mask says who sees whom. Positions are
 applied before caching, so slots need no order: dropping a beam frees its slots and moves nothing.
@@ -72,6 +72,13 @@ class Slots:
         self._free.extend(range(self.capacity, capacity))
         self._taken.extend(bytes(capacity - self.capacity))
         self.capacity = capacity
+
+    def capacity_for(self, count: int) -> int:
+        """The capacity, doubled until `count` slots and those in use fit."""
+        capacity = self.capacity
+        while capacity < count + self.live:
+            capacity *= 2
+        return capacity
 
     def reset_peak(self) -> None:
         self.peak = self.live

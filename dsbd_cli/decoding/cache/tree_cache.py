@@ -1,13 +1,15 @@
-"""Which nodes of the tree a model has computed, where they lie, and what the next forward needs to know.
+"""Which nodes of which trees a model has computed, where they lie, and what the next forward needs to know.
 
-Bookkeeping only: it turns nodes into slots, positions and mask rows, and frees what no sequence
-needs any more. Every node's mask row is its parent's row plus its own slot (`kv_pool.TreeMasks`),
-so nothing here walks a sequence: the work of a step is that of its new nodes. design.md section 5.
+Bookkeeping only: it turns nodes into slots, positions and rows of the tree attention mask, and frees
+what no sequence needs any more. A node's row is its parent's row plus its own slot
+(`kv_buffer.TreeMasks`), so nothing here walks a sequence: the work of a step is that of its new nodes.
+Each request has a tree of its own; all of them share one key/value buffer (docs/design.md sections 5
+and 10). One module, since entering, reserving and freeing a node keep the same few tables in step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -55,17 +57,32 @@ class Reservation:
     places: dict[Node, int] | None = None
 
 
+@dataclass(eq=False, slots=True)
+class _Tree:
+    """One request's tree.
+
+    Attributes:
+        root: stands for the prompt.
+        prompt, slots: token ids behind which the tree grows, and where their keys and values lie.
+    """
+
+    root: Node
+    prompt: list[int]
+    slots: list[int]
+
+
 @dataclass(slots=True)
 class _Entry:
-    """A computed node: its slot, how many computed children it has, its open mask row (0: closed)."""
+    """A computed node: its tree, its slot, how many computed children it has, its open mask row (0: closed)."""
 
+    tree: _Tree
     slot: int
     children: int = 0
     mask_row: int = 0
 
 
 class TreeCache:
-    """One model's tree over one key/value buffer.
+    """One model's trees over one key/value buffer.
 
     Args:
         capacity, rows: slots and mask rows to start with; both double when they run out.
@@ -73,8 +90,6 @@ class TreeCache:
 
     Attributes:
         slots, cache, masks: the three stores, all of the same capacity.
-        prompt: token ids behind which the tree grows.
-        root: the node that stands for the prompt.
     """
 
     def __init__(self, capacity: int, rows: int, dtype: torch.dtype, device: torch.device) -> None:
@@ -82,72 +97,86 @@ class TreeCache:
         self.cache = KVBuffer(capacity)
         self.masks = TreeMasks(rows, capacity, dtype, device)
         self.device = device
-        self.prompt: list[int] = []
-        self.root = Node(-1, None)
-        self._prompt_slots: list[int] = []
+        self._trees: dict[Node, _Tree] = {}
         self._entries: dict[Node, _Entry] = {}
-        self._tips: set[Node] = set()
-        self._open: set[Node] = set()
+        self._tips: set[Node] = set()  # computed nodes without computed children
+        self._open: set[Node] = set()  # nodes that hold a mask row: they may still get children
         self._reservations: list[Reservation] = []
 
     def pointers(self) -> tuple[int, int]:
         """Changes whenever a buffer is replaced by a larger one: recordings hold addresses."""
         return self.cache.capacity, self.masks.table.data_ptr()
 
-    # A new prompt.
+    # Prompts.
 
     def shared_prefix(self, ids: Sequence[int]) -> list[int]:
-        """Slots that already hold the beginning of `ids`, at most all but the last token of it."""
+        """Slots of the last request that hold the beginning of `ids`, at most all but the last token of it."""
+        if not self._trees:
+            return []
+        tree = next(reversed(self._trees.values()))
         limit = len(ids) - 1
         shared = 0
-        while shared < min(limit, len(self.prompt)) and self.prompt[shared] == ids[shared]:
+        while shared < min(limit, len(tree.prompt)) and tree.prompt[shared] == ids[shared]:
             shared += 1
-        slots = self._prompt_slots[:shared]
-        if shared == len(self.prompt) and self._entries:
+        slots = tree.slots[:shared]
+        if shared == len(tree.prompt):
             below = {(node.parent, node.token): node for node in self._entries if node.parent is not None}
-            node = below.get((self.root, ids[shared])) if shared < limit else None
+            node = below.get((tree.root, ids[shared])) if shared < limit else None
             while node is not None:
                 slots.append(self._entries[node].slot)
                 node = below.get((node, ids[len(slots)])) if len(slots) < limit else None
         return slots
 
-    def start(self, ids: Sequence[int], root: Node, kept: list[int], room: int) -> None:
-        """Free everything but the `kept` slots, which hold the first tokens of the new prompt `ids`.
-
-        Args:
-            room: slots to have ready beyond the prompt.
-        """
+    def start(self, ids: Sequence[int], root: Node, kept: Sequence[int] = ()) -> None:
+        """Free every request, but for the `kept` slots, which hold the first tokens of the new prompt `ids`."""
         self.release_all()
-        held = set(kept)
-        slots = {*self._prompt_slots, *(entry.slot for entry in self._entries.values())}
-        self.masks.give(self._entries[node].mask_row for node in self._open)
-        self.slots.give(slots - held)
+        for old in list(self._trees):
+            self.drop(old, kept)
         self.slots.reset_peak()
-        self.prompt, self._prompt_slots, self.root = list(ids), list(kept), root
-        capacity = self.slots.capacity
-        while capacity < len(ids) + 1 + room:
-            capacity *= 2
-        self._grow(capacity)
-        entry = _Entry(-1, mask_row=self.masks.take(1)[0])
-        self.masks.show(entry.mask_row, torch.tensor(kept, device=self.device, dtype=torch.long))
-        self._entries, self._tips, self._open = {root: entry}, {root}, {root}
+        self.add(ids, root, kept)
 
-    def prompt_plan(self, begin: int, end: int) -> Plan:
+    def add(self, ids: Sequence[int], root: Node, kept: Sequence[int] = ()) -> None:
+        """A request beside those that are here: `root` stands for the prompt `ids`, of which nothing is computed
+        yet but what lies in `kept`."""
+        self._grow(self.slots.capacity_for(len(ids) + 1 - len(kept)))
+        tree = _Tree(root, list(ids), list(kept))
+        entry = _Entry(tree, -1, mask_row=self.masks.take(1)[0])
+        self.masks.show(entry.mask_row, torch.tensor(tree.slots, device=self.device, dtype=torch.long))
+        self._trees[root], self._entries[root] = tree, entry
+        self._tips.add(root)
+        self._open.add(root)
+
+    def drop(self, root: Node, kept: Collection[int] = ()) -> None:
+        """A request is over: free all of it but the slots `kept`. (Nothing of it may be reserved.)"""
+        tree = self._trees.pop(root)
+        nodes = {node for node, entry in self._entries.items() if entry.tree is tree}
+        slots = {*tree.slots, *(self._entries[node].slot for node in nodes if node is not root)}
+        self.slots.give(slots - set(kept))
+        for node in nodes:
+            self._close(node)
+            del self._entries[node]
+        self._tips -= nodes
+
+    def prompt_plan(self, root: Node, begin: int, end: int) -> Plan:
         """Prompt tokens `begin` to `end`, in order; `inside` is left empty: each sees those before it."""
+        tree, entry = self._trees[root], self._entries[root]
         slots = self._take(end - begin)
-        self._prompt_slots += slots
-        entry = self._entries[self.root]
+        tree.slots += slots
         entry.slot = slots[-1]
         row, count = entry.mask_row, end - begin
-        ids, positions = self.prompt[begin:end], list(range(begin, end))
+        ids, positions = tree.prompt[begin:end], list(range(begin, end))
         nothing = np.zeros((0, 0), dtype=bool)
         return Plan(ids, positions, slots, [row] * count, [row] * count, nothing, self.slots.used)
 
-    def straight(self, end: int) -> bool:
+    def straight(self, root: Node, end: int) -> bool:
         """Whether the first `end` prompt tokens lie in slots 1, 2, ... in order."""
-        return self._prompt_slots[:end] == list(range(1, end + 1))
+        return self._trees[root].slots[:end] == list(range(1, end + 1))
 
-    # The tree.
+    def prompt_length(self, root: Node) -> int:
+        """Tokens of the prompt that `root` stands for; 0 for a request that is not here."""
+        return len(self._trees[root].prompt) if root in self._trees else 0
+
+    # Trees.
 
     def __contains__(self, node: Node) -> bool:
         return node in self._entries or any(
@@ -188,10 +217,7 @@ class TreeCache:
                 base.append(open_rows[i] or self._open_row(parent))
             inside[i, i] = True
             if node in slots:
-                self._entries[node] = _Entry(slots[node])
-                self._entries[parent].children += 1
-                self._tips.discard(parent)
-                self._tips.add(node)
+                self._enter(node, slots[node])
             self._entries[node].mask_row = mask_row
             self._open.add(node)
         return Plan(
@@ -203,11 +229,6 @@ class TreeCache:
             inside,
             self.slots.used,
         )
-
-    @property
-    def reserved(self) -> int:
-        """Slots (and as many mask rows) that are claimed and not entered."""
-        return sum(len(reservation.slots) for reservation in self._reservations)
 
     def reserve(self, count: int) -> Reservation:
         """Slots and mask rows for `count` nodes that are only known once they are computed."""
@@ -226,7 +247,7 @@ class TreeCache:
         self.masks.give(reservation.mask_rows)
 
     def release_all(self) -> None:
-        """Give back whatever is claimed."""
+        """Give back whatever is reserved."""
         for reservation in list(self._reservations):
             self.release(reservation)
 
@@ -250,10 +271,7 @@ class TreeCache:
             for new, reservation, place in reversed(path):
                 entered[id(reservation)].add(place)
                 assert new.parent is not None
-                self._entries[new] = _Entry(reservation.slots[place], mask_row=reservation.mask_rows[place])
-                self._entries[new.parent].children += 1
-                self._tips.discard(new.parent)
-                self._tips.add(new)
+                self._enter(new, reservation.slots[place]).mask_row = reservation.mask_rows[place]
                 self._open.add(new)
         for reservation in landed:
             kept = entered[id(reservation)]
@@ -270,7 +288,11 @@ class TreeCache:
 
     def position(self, node: Node) -> int:
         """The position of a node's token."""
-        return len(self.prompt) - 1 + node.depth
+        above = node
+        while above not in self._entries:  # reserved, or not even planned
+            assert above.parent is not None
+            above = above.parent
+        return len(self._entries[above].tree.prompt) - 1 + node.depth
 
     def mask_row(self, node: Node) -> int:
         """The mask row of a computed node."""
@@ -279,12 +301,13 @@ class TreeCache:
     def retain(self, leaves: Iterable[Node]) -> set[Node]:
         """Free every node that is neither one of `leaves` nor above one; the nodes that may go on growing.
 
-        Leaves need not be computed yet; the root always stays.
+        Args:
+            leaves: of all requests; they need not be computed yet. Roots always stay.
         """
         leaves = list(leaves)
         if self._reservations:
             self._settle(leaves)
-        keep = {self.root}
+        keep = set(self._trees)
         for leaf in leaves:
             node = leaf
             while node not in self._entries:
@@ -311,9 +334,9 @@ class TreeCache:
         """The mask row of a computed node; drawn anew where it was closed."""
         entry = self._entries[node]
         if not entry.mask_row:
-            slots = list(self._prompt_slots)
+            slots = list(entry.tree.slots)
             at = node
-            while at is not self.root:
+            while at is not entry.tree.root:
                 slots.append(self._entries[at].slot)
                 assert at.parent is not None
                 at = at.parent
@@ -321,6 +344,16 @@ class TreeCache:
             self.masks.show(entry.mask_row, torch.tensor(slots, device=self.device))
             self._open.add(node)
         return entry.mask_row
+
+    def _enter(self, node: Node, slot: int) -> _Entry:
+        """Take a computed node in, below its parent."""
+        assert node.parent is not None
+        parent = self._entries[node.parent]
+        parent.children += 1
+        self._tips.discard(node.parent)
+        self._tips.add(node)
+        entry = self._entries[node] = _Entry(parent.tree, slot)
+        return entry
 
     def _remove(self, node: Node) -> int:
         """Take a childless node out; its slot, to be given back."""

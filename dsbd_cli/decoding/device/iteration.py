@@ -1,231 +1,340 @@
-"""One iteration's computing without the host: gamma draft steps, then the target over the whole forest.
+"""Iterations of `cover` and of plain sampling that follow each other on the device, verification included.
 
-Recorded as one CUDA graph: the draft's draws feed its own next step and the target's verification
-where they are, so an iteration copies one block in and one block out, and waits once. What the host
-needs to know beforehand is only how many nodes there will be: slots and mask rows are reserved, and
-those of draws that came to nothing are given back.
+The next beams, where they lie and what their parents' mask rows are stay on the device, so an iteration
+can be launched before the host has seen the last one: while it works on one the device is busy with the
+next. A forest only decides how far an iteration gets, never what is drawn, so nothing here waits for
+the host. What the host gives is free space and uniforms, both of which it has beforehand
+(docs/design.md sections 3 and 5).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from dsbd_cli.decoding.cache.tree_cache import Plan
-from dsbd_cli.decoding.device.layout import Answer, Layer, Request, Side
-from dsbd_cli.decoding.device.steps import Drafting, Nodes, draft_forest, forest_nodes, forward, together
-from dsbd_cli.decoding.forward.graphs import Flight, Recorder, pad, seen_inside, slots_to_see
-from dsbd_cli.decoding.forward.logits import finite_logits, log_probabilities, pack, unpack
-from dsbd_cli.decoding.law.distribution import LogitsProcessor
-
-# Fewer sizes than for single forwards: recording an iteration is dear, and padding it is not.
-_BUCKETS = (8, 16, 32, 64)
-# Draft and target sizes that come up for almost every prompt.
-_USUAL = ((8, 8), (16, 8))
+from dsbd_cli.decoding.cache.tree_cache import Reservation
+from dsbd_cli.decoding.device.law import DeviceLaw
+from dsbd_cli.decoding.device.layout import CoverLayout, Field
+from dsbd_cli.decoding.device.steps import Nodes, forward
+from dsbd_cli.decoding.forward.capture import Captures, InFlight, OverlapClock, slots_to_see
+from dsbd_cli.decoding.law.distribution import Support
+from dsbd_cli.decoding.model.protocol import Side
+from dsbd_cli.decoding.tree.sequences import DraftLayer, Node, Trie
 
 
-def _bucket(count: int) -> int | None:
-    return next((bucket for bucket in _BUCKETS if bucket >= count), None)
+class Space(NamedTuple):
+    """Space of one request's iteration: `nodes` places in the target's pool, `draft_nodes` in the draft's."""
+
+    target: Reservation
+    draft: Reservation | None
 
 
-@dataclass
-class _Recorded:
-    inputs: Tensor
-    staging: Tensor
-    packed: Tensor
-    landing: Tensor
-    replay: Callable[[], None]
+class DraftedLayer(NamedTuple):
+    """One drafted layer of a request, on the host.
+
+    Attributes:
+        parent, token: int64 [M]; logp, prob: float64 [M]; prob 0: outside the support.
+        draws: int64 [W_S], indices into the support.
+        finite: bool by parent, whether its draft logits were numbers.
+    """
+
+    parent: np.ndarray
+    token: np.ndarray
+    logp: np.ndarray
+    prob: np.ndarray
+    draws: np.ndarray
+    finite: np.ndarray
 
 
-class DeviceLoop:
-    """Runs `Request`s for one pair and one way of drafting.
+class SampledLayer(NamedTuple):
+    """One layer that the target drew, on the host (`layout.VerifiedFields`); `held` and `finite` are bool."""
+
+    parent: np.ndarray
+    token: np.ndarray
+    logp: np.ndarray
+    held: np.ndarray
+    finite: np.ndarray
+
+
+class Outcome(NamedTuple):
+    """What came back of one request: gamma drafted layers, and the layers sampled (at least one)."""
+
+    drafted: list[DraftedLayer]
+    sampled: list[SampledLayer]
+
+
+@dataclass(frozen=True)
+class Sent:
+    """What the host sends of one request.
+
+    Attributes:
+        space: reserved for this iteration.
+        uniforms: float64 [window, W], the first row for draws below tokens at `origin`.
+        temperature, top_p: of T.
+        state: int64 [state_size], the beams to start from (`CoverIteration.state_of`); None: those that
+            the last iteration left.
+    """
+
+    space: Space
+    uniforms: np.ndarray
+    origin: int
+    temperature: float
+    top_p: float
+    state: np.ndarray | None
+
+
+class CoverIteration:
+    """Runs iterations of R requests for one pair, or for a target alone.
 
     Args:
-        target, draft: both recorded on the same device.
-        width, gamma: W_S draws in each of gamma layers.
-        beams: at most so many beams at a time.
-        processor: T of the draft, or None: take the W_S most probable distinct continuations.
-        eos_ids: draws of these are finished, hence no parents.
+        target: captured. draft: likewise on the same device; None: nothing is drafted.
+        law: what drafts and verifies between the forwards.
+        layout: R and the sizes of every request.
+        greedy, support: temperature 0 and its like; entries of the joint that T looks at (top-k).
+        eos_ids: draws of these are finished.
+        clock: the target's.
     """
 
     def __init__(
-        self, target: Side, draft: Side, width: int, gamma: int, beams: int, processor: LogitsProcessor | None,
-        eos_ids: list[int], device: torch.device,
+        self, target: Side, draft: Side | None, law: DeviceLaw, layout: CoverLayout, greedy: bool, support: int,
+        eos_ids: Sequence[int], device: torch.device, clock: OverlapClock,
     ) -> None:  # fmt: skip
-        self.target, self.draft = target, draft
-        self.width, self.gamma, self.beams, self.processor = width, gamma, beams, processor
-        eos = torch.tensor(eos_ids, dtype=torch.long, device=device)
-        self._how = Drafting(width, gamma, processor, eos)
-        self._recorder = Recorder(device)
-        self._buckets: dict[tuple[int, int, int, int], _Recorded] = {}
+        self.target, self.draft, self.law, self.layout = target, draft, law, layout
+        self._greedy, self._support, self._device = greedy, support, device
+        self._eos = torch.tensor(eos_ids, dtype=torch.long, device=device)
+        # Two in flight: one that the host waits for and the one behind it.
+        self.captures = Captures(device, clock, turns=2)
+        # Where an iteration finds its beams, and where it leaves the next ones.
+        size = layout.requests, layout.state_size
+        self._state, self._after = torch.zeros((2, *size), dtype=torch.long, device=device)
+        self._state[:, layout.state.position.at] = 1  # a capture runs from here: no position is before 0
+        self._fresh = torch.zeros(size, dtype=torch.long)
+        if device.type == "cuda":
+            self._fresh = self._fresh.pin_memory()
+        self._everyone = np.arange(layout.draft_width)
 
-    def takes(self, request: Request) -> bool:
-        """Whether there are buckets for a request of this size."""
-        plans = (request.draft, request.target)
-        return len(request.beams) <= self.beams and all(_bucket(len(plan)) for plan in plans)
+    # What the host does.
+
+    def reserve(self) -> Space:
+        """What one request's iteration needs."""
+        target = self.target.pool.reserve(self.layout.nodes)
+        return Space(target, None if self.draft is None else self.draft.pool.reserve(self.layout.draft_nodes))
+
+    def release(self, space: Space) -> None:
+        """Give it back."""
+        self.target.pool.release(space.target)
+        if self.draft is not None and space.draft is not None:
+            self.draft.pool.release(space.draft)
 
     @torch.inference_mode()
     def prepare(self) -> None:
-        """Record what almost every prompt needs, so that no answer waits for it later."""
-        draft, target = self.draft.pool, self.target.pool
-        count = self.gamma * self.width
-        spaces = draft.reserve(count - self.width), target.reserve(count)
-        nothing = np.zeros((0, 0), dtype=bool)
-        plans = [Plan([], [], [], [], [], nothing, pool.slots.used) for pool in (draft, target)]
-        uniforms = np.zeros((self.gamma, self.width))
-        # One beam behind the spare slot: its nodes lie in reserved space, which is given back.
-        request = Request(plans[0], [0], plans[1], [0], [0.0], 0, *spaces, uniforms)
+        """Capture the CUDA graph now, so that no request pays for it later.
+
+        Raises:
+            CannotCapture, OutOfMemory: as `launch`.
+        """
+        layout = self.layout
+        spaces = [self.reserve() for _ in range(layout.requests)]
         try:
-            for sizes in _USUAL:
-                key = self._key(request, *sizes)
-                if key not in self._buckets:
-                    self._buckets[key] = self._record(self._packed(request, *sizes), key)
+            key = self._key()
+            if key not in self.captures:
+                uniforms = np.zeros((layout.window, layout.width))
+                sent = [Sent(space, uniforms, 0, 1.0, 1.0, None) for space in spaces]
+                self.captures.run(key, self._packed(sent), lambda request: self._steps(request, *key))
         finally:
-            draft.release(spaces[0])
-            target.release(spaces[1])
+            for space in spaces:
+                self.release(space)
 
-    def _key(self, request: Request, draft_size: int, target_size: int) -> tuple[int, int, int, int]:
-        if self._recorder.moved(self.target.pool.pointers(), self.draft.pool.pointers()):
-            self._buckets.clear()
-        return (
-            draft_size,
-            target_size,
-            slots_to_see(self.draft.forward, request.draft.used, self.draft.pool),
-            slots_to_see(self.target.forward, request.target.used, self.target.pool),
-        )
+    @torch.inference_mode()
+    def launch(self, sent: Sequence[Sent]) -> InFlight:
+        """Launch one iteration of R requests; waits for nothing.
 
-    def launch(self, request: Request) -> Flight:
-        """Set off one iteration on the device; waits for nothing."""
-        sizes = _bucket(len(request.draft)), _bucket(len(request.target))
-        assert sizes[0] is not None
-        assert sizes[1] is not None
-        key = self._key(request, sizes[0], sizes[1])
-        packed = self._packed(request, sizes[0], sizes[1])
-        bucket = self._buckets.get(key)
-        if bucket is None:
-            bucket = self._buckets[key] = self._record(packed, key)
-        else:
-            bucket.staging.copy_(packed)
-            bucket.inputs.copy_(bucket.staging, non_blocking=True)
-            bucket.replay()
-        bucket.landing.copy_(bucket.packed, non_blocking=True)
-        return Flight(bucket.landing, len(request.target))
+        Raises:
+            CannotCapture, OutOfMemory: it is not in flight.
+        """
+        self._state.copy_(self._after)
+        for r, request in enumerate(sent):
+            if request.state is not None:
+                self._fresh[r].copy_(torch.from_numpy(request.state))
+                self._state[r].copy_(self._fresh[r], non_blocking=True)
+        key = self._key()
+        return self.captures.launch(key, self._packed(sent), lambda block: self._steps(block, *key))
 
-    def land(self, flight: Flight) -> Answer:
-        """Wait for the one iteration under way; what came back."""
-        flight.wait(self._recorder)
-        return self._answer(flight.landing.numpy(), flight.count)
+    def wait(self, flight: InFlight) -> list[Outcome]:
+        """Wait for an iteration; what came back of each request."""
+        block, layout = flight.wait(), self.layout
+        return [self._outcome(row, layout) for row in block]
 
-    # In and out: one tensor each way.
+    def _outcome(self, row: np.ndarray, layout: CoverLayout) -> Outcome:
+        def whole(field: Field) -> np.ndarray:
+            return row[field.at].reshape(field.shape)
 
-    def _packed(self, request: Request, draft_size: int, target_size: int) -> Tensor:
-        """Everything as one int64 vector; float64 by its bits."""
-        spare = self.beams - len(request.beams)
-        scores = np.array([*request.scores, *[-np.inf] * spare], dtype=np.float64)
-        parts = [
-            pad(request.draft, draft_size).numpy().ravel(),
-            pad(request.target, target_size).numpy().ravel(),
-            np.array([*request.beams, *[0] * spare]),
-            np.array([*request.beam_rows, *[0] * spare]),
-            scores.view(np.int64),
-            np.array([request.position]),
-            *(
-                np.array([reservation.slots, reservation.mask_rows]).ravel()
-                for reservation in (request.draft_space, request.target_space)
-            ),
-            np.ascontiguousarray(request.uniforms, dtype=np.float64).view(np.int64).ravel(),
+        def real(field: Field) -> np.ndarray:
+            return row[field.at].view(np.float64).reshape(field.shape)
+
+        forest, verified = layout.forest, layout.verified
+        parent, token, logp, prob, finite = (
+            whole(forest.parent), whole(forest.token), real(forest.logp), real(forest.prob), whole(forest.finite) > 0
+        )  # fmt: skip
+        drafted = [
+            DraftedLayer(parent[i], token[i], logp[i], prob[i], self._everyone, finite[i])
+            for i in range(layout.gamma)
         ]
-        return torch.from_numpy(np.concatenate([part.astype(np.int64, copy=False) for part in parts]))
+        parent, token, logp = whole(verified.parent), whole(verified.token), real(verified.logp)
+        held, finite = whole(verified.held) > 0, whole(verified.finite) > 0
+        count = int(row[verified.layers.at][0])
+        sampled = [SampledLayer(parent[i], token[i], logp[i], held[i], finite[i]) for i in range(count)]
+        return Outcome(drafted, sampled)
 
-    def _unpacked(self, inputs: Tensor, draft_size: int, target_size: int) -> list[Tensor]:
-        """Views of what `_packed` put together."""
-        deep, wide = self.gamma, self.width
-        sizes = [
-            (7, draft_size), (7, target_size), (self.beams,), (self.beams,), (self.beams,), (1,),
-            (2, deep - 1, wide), (2, deep, wide), (deep, wide),
-        ]  # fmt: skip
-        parts = inputs.split([int(np.prod(size)) for size in sizes])
-        return [part.view(size) for part, size in zip(parts, sizes, strict=True)]
-
-    def _answer(self, landed: np.ndarray, nodes: int) -> Answer:
-        """What `_steps` has put together, taken apart again.
+    def state_of(
+        self, tokens: list[int], scores: list[float], rows: list[int], draft_rows: list[int], position: int
+    ) -> np.ndarray:
+        """A state as `launch` takes it, of at most W beams whose parents both models have computed.
 
         Args:
-            landed: float32, overwritten by the next launch.
-            nodes: of the target's plan.
+            tokens, scores: of the beams, the score their log weight.
+            rows, draft_rows: their parents' mask rows in either pool; `draft_rows` empty without a draft.
+            position: of the beams' tokens.
         """
-        host = landed.copy()
-        layers, at = [], 0
-        for depth in range(self.gamma):
-            parents = self.beams if depth == 0 else self.width
-            size = self._support(parents)
-            end = at + 2 * (4 * size + self.width)
-            numbers = host[at:end].view(np.float64)
-            with np.errstate(invalid="ignore"):  # what has no parent is NaN, and is not looked at
-                whole = numbers.astype(np.int64)  # parents, tokens and draws among them
-            at = end + parents
-            layers.append(
-                Layer(
-                    whole[:size],
-                    whole[size : 2 * size],
-                    numbers[2 * size : 3 * size],
-                    numbers[3 * size : 4 * size],
-                    whole[4 * size :],
-                    host[end:at] > 0,
-                )
-            )
-        forest = self.gamma * self.width
-        rows = host[at:].reshape(-1, 2 * self.target.top_n + 1)
-        if nodes < len(rows) - forest:  # without what was only padding
-            rows = np.concatenate([rows[:nodes], rows[len(rows) - forest :]])
-        return Answer(layers, unpack(rows))
+        fields, count = self.layout.state, len(tokens)
+        state = np.zeros(self.layout.state_size, dtype=np.int64)
+        state[fields.token.at][:count] = tokens
+        weights = state[fields.score.at].view(np.float64)
+        weights[:] = -np.inf
+        weights[:count] = scores
+        state[fields.row.at][:count] = rows
+        state[fields.draft_row.at][: len(draft_rows)] = draft_rows
+        state[fields.position.at] = position
+        return state
 
-    def _support(self, parents: int) -> int:
-        """Entries of a layer's support."""
-        return min(self.width if self.processor is None else self.processor.top_n, parents * self.draft.top_n)
+    def _packed(self, sent: Sequence[Sent]) -> Tensor:
+        """The request block, int64 [R, size]."""
+        fields = self.layout.request
+        block = np.zeros((self.layout.requests, self.layout.request_size), dtype=np.int64)
+        for row, request in zip(block, sent, strict=True):
+            target, draft = request.space
+            row[fields.target_slots.at], row[fields.target_rows.at] = target.slots, target.mask_rows
+            row[fields.used.at] = self.target.pool.slots.used
+            if draft is not None and self.draft is not None:
+                row[fields.draft_slots.at], row[fields.draft_rows.at] = draft.slots, draft.mask_rows
+                row[fields.draft_used.at] = self.draft.pool.slots.used
+            row[fields.origin.at] = request.origin
+            row[fields.temperature.at].view(np.float64)[:] = request.temperature
+            row[fields.top_p.at].view(np.float64)[:] = request.top_p
+            row[fields.uniforms.at].view(np.float64)[:] = request.uniforms.ravel()
+        return torch.from_numpy(block)
 
-    # The recorded part.
-
-    def _record(self, packed: Tensor, key: tuple[int, int, int, int]) -> _Recorded:
-        inputs = packed.to(self._recorder.device, copy=True)
-        outputs, replay = self._recorder.record(lambda: self._steps(inputs, *key), self.target.forward)
-        host = self._recorder.host
-        return _Recorded(inputs, host(packed), outputs[0], host(outputs[0]), replay)
-
-    def _steps(
-        self, inputs: Tensor, draft_size: int, target_size: int, draft_sees: int, target_sees: int
-    ) -> list[Tensor]:
-        draft_in, target_in, beams, beam_rows, scores, position, draft_space, target_space, uniforms = (
-            self._unpacked(inputs, draft_size, target_size)
+    def _key(self) -> tuple[int, ...]:
+        """KV lengths that a capture looks at; nothing else of an iteration changes."""
+        sides = [side for side in (self.target, self.draft) if side is not None]
+        self.captures.valid_for(*(side.pool.pointers() for side in sides))
+        return tuple(
+            slots_to_see(side.forward, side.pool.slots.used, side.pool.cache.capacity) for side in sides
         )
-        used = draft_in[6, :1]
-        logits = forward(self.draft, self._planned(self.draft, draft_in), used, draft_sees)[beams]
-        drafted, finite = draft_forest(
-            self.draft, self._how, logits, scores.view(torch.float64), draft_in[3][beams], position,
-            draft_space, used, draft_sees, uniforms.view(torch.float64), self._recorder.cut,
-        )  # fmt: skip
-        parts: list[Tensor] = []
-        for layer, known in zip(drafted, finite, strict=True):
-            whole = [
-                layer.parent.double(),
-                layer.token.double(),
-                layer.logp,
-                layer.prob,
-                layer.draws.double(),
-            ]
-            parts += [torch.cat(whole).view(torch.float32), known]
-        own = self._planned(self.target, target_in)  # first: it writes the rows that the forest's start from
-        forest = forest_nodes(self.target, self._how, drafted, beam_rows, position, target_space)
-        logits = forward(self.target, together(own, forest), target_in[6, :1], target_sees)
-        logps = log_probabilities(logits, self.target.vocab)
-        parts.append(pack(logps, finite_logits(logps), self.target.top_n).flatten())
-        return [torch.cat(parts)]
 
-    def _planned(self, side: Side, inputs: Tensor) -> Nodes:
-        """What the host has planned."""
-        ids, positions, slots, rows, base, bits, _ = inputs
-        return Nodes(ids, positions, slots, side.pool.masks.extend(base, rows, slots, seen_inside(bits)))
+    # What is captured.
+
+    def _steps(self, request: Tensor, sees: int, draft_sees: int = 0) -> list[Tensor]:
+        layout, sent, state = self.layout, self.layout.request, self._state
+        outcome = torch.zeros((layout.requests, layout.outcome_size), dtype=torch.long, device=request.device)
+        position = layout.state.position.of(state)  # [R, 1]
+        if self.draft is not None:
+            self._draft_forest(self.draft, request, outcome, position, draft_sees)
+        slots, rows = sent.target_slots.of(request), sent.target_rows.of(request)
+        width, masks = layout.width, self.target.pool.masks
+        own = self.law.forest_masks(
+            masks, layout.state.row.of(state), None, slots[:, :width], rows[:, :width]
+        )
+        ids, where = layout.state.token.of(state), position.expand(-1, width)
+        mask = own
+        if self.draft is not None:
+            below = self.law.forest_masks(
+                masks, rows[:, :width], layout.forest.parent.of(outcome), slots[:, width:], rows[:, width:]
+            )
+            mask = torch.cat([part.unflatten(0, (layout.requests, -1)) for part in (own, below)], 1).flatten(
+                0, 1
+            )
+            ids = torch.cat([ids, layout.forest.token.of(outcome).flatten(1)], 1)
+            depth = (
+                torch.arange(layout.gamma * layout.draft_width, device=request.device) // layout.draft_width
+            )
+            where = torch.cat([where, position + depth + 1], 1)
+        nodes = Nodes(ids.flatten(), where.flatten(), slots.flatten(), mask)
+        logits = forward(self.target, nodes, sent.used.of(request)[0], sees)
+        self.law.verify(
+            self.law.pack(self.target, logits), state, self._after, request, outcome, layout, self._eos,
+            self._greedy, self._support,
+        )  # fmt: skip
+        return [outcome]
+
+    def _draft_forest(
+        self, draft: Side, request: Tensor, outcome: Tensor, position: Tensor, sees: int
+    ) -> None:
+        """The draft catches up on the beams and drafts gamma layers below them, into `outcome`."""
+        layout, law, state = self.layout, self.law, self._state
+        requests, width, draft_width = layout.requests, layout.width, layout.draft_width
+        all_slots, all_rows = layout.request.draft_slots.of(request), layout.request.draft_rows.of(request)
+        used = layout.request.draft_used.of(request)[0]
+        slots, rows = all_slots[:, : 2 * width], all_rows[:, : 2 * width]
+        mask = law.catch_up_masks(draft.pool.masks, state, layout, slots, rows)
+        # All parents, then all beams: so the beams' logits are one piece.
+        ids = torch.cat([layout.state.above.of(state), layout.state.token.of(state)]).flatten()
+        where = position.expand(-1, width).flatten()
+        slots = slots.unflatten(1, (2, width)).transpose(0, 1).flatten()
+        nodes = Nodes(ids, torch.cat([where - 1, where]), slots, mask)
+        best = law.pack(draft, forward(draft, nodes, used, sees)[requests * width :])
+        scores, base = layout.state.score.of(state, torch.float64), rows[:, width:]
+        forest = layout.forest
+        for depth in range(layout.gamma):
+            law.draft(best, scores, depth, layout, outcome, self._eos)
+            if depth + 1 == layout.gamma:
+                return
+            scores = forest.weight.of(outcome, torch.float64)[:, depth]
+            begin = 2 * width + depth * draft_width
+            slots, rows = (x[:, begin : begin + draft_width] for x in (all_slots, all_rows))
+            parent = forest.parent.of(outcome)[:, depth : depth + 1]
+            mask = law.forest_masks(draft.pool.masks, base, parent, slots, rows)
+            ids = forest.token.of(outcome)[:, depth].flatten()
+            where = (position + depth + 1).expand(-1, draft_width).flatten()
+            best = law.pack(draft, forward(draft, Nodes(ids, where, slots.flatten(), mask), used, sees))
+            base = rows
+
+
+# What came back becomes nodes.
+
+
+def layer_of(
+    trie: Trie, places: list[int], parents: list[Node], drafted: DraftedLayer
+) -> tuple[DraftLayer, list[Node | None]]:
+    """A layer as the methods see it, and per draw the node that became a parent, or None.
+
+    Args:
+        places: which of the device's parents `parents` are.
+    """
+    parent, token, logp, prob = drafted.parent, drafted.token, drafted.logp, drafted.prob
+    if places[-1] != len(places) - 1:  # some draws are no parents: those that are have other numbers
+        number = np.full(places[-1] + 1, -1)
+        number[places] = np.arange(len(places))
+        # Entries of no mass may have no parent; they are not looked at.
+        parent = number[np.minimum(parent, places[-1])]
+    child, draws = trie.child, drafted.draws
+    nodes = [child(parents[p], t) for p, t in zip(parent[draws].tolist(), token[draws].tolist(), strict=True)]
+    inside = prob > 0
+    if not inside.all():
+        parent, token, logp, prob = parent[inside], token[inside], logp[inside], prob[inside]
+    return DraftLayer(parents, Support(parent, token, logp, prob), nodes), living(nodes)
+
+
+def living(nodes: list[Node]) -> list[Node | None]:
+    """Draws with None for those below which nothing grows: finished ones, and the later of equal ones."""
+    seen: set[Node] = set()
+    new: list[Node | None] = []
+    for node in nodes:
+        new.append(None if node in seen or node.finish is not None else node)
+        seen.add(node)
+    return new

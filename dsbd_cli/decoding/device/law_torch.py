@@ -1,7 +1,7 @@
-"""Drafting one layer where the rows lie: `q_beam` over best entries, and its continuations.
+"""The law where the logits lie, in tensor operations of fixed shapes that a CUDA graph can hold.
 
-The same law as `law.joint` and `Sampler.sample`, in tensors of fixed shape, so that a recording can hold
-it. What comes out is what was drawn from: that alone keeps the output law exact (design.md section 2).
+The same distribution as `law.distribution.joint` and `Sampler.sample`, and the rule `cover`
+(docs/design.md sections 1 to 3). What comes out is what was drawn from: that keeps the output exact.
 """
 
 from __future__ import annotations
@@ -11,7 +11,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dsbd_cli.decoding.law.distribution import LogitsProcessor
+from dsbd_cli.decoding.cache.kv_buffer import TreeMasks
+from dsbd_cli.decoding.device.layout import CoverLayout, DraftLayout, ForestFields
+from dsbd_cli.decoding.forward.logits import finite_logits, log_probabilities, pack
+from dsbd_cli.decoding.model.protocol import Side
 
 
 class Drafted(NamedTuple):
@@ -31,27 +34,43 @@ class Drafted(NamedTuple):
     scores: Tensor
 
 
+class Best(NamedTuple):
+    """Packed logits taken apart: float32 and int64 [N, k], and float32 [N], 1 where all logits are numbers."""
+
+    logps: Tensor
+    ids: Tensor
+    finite: Tensor
+
+
+def unpacked(packed: Tensor) -> Best:
+    """What `logits.pack` put together, float32 [N, 2 k + 1], on the device."""
+    count = packed.shape[1] // 2
+    return Best(packed[:, :count], packed[:, count:-1].contiguous().view(torch.int32).long(), packed[:, -1])
+
+
 def draft_layer(
-    scores: Tensor, tokens: Tensor, logps: Tensor, processor: LogitsProcessor, uniforms: Tensor
-) -> Drafted:
-    """W iid draws of the warped joint, one per uniform.
+    scores: Tensor, tokens: Tensor, logps: Tensor, greedy: bool, support: int, temperature: Tensor,
+    top_p: Tensor, uniforms: Tensor,
+) -> Drafted:  # fmt: skip
+    """W iid draws of the processed joint, one per uniform.
 
     Args:
         scores: float64 [I], log weights of the parents; -inf for what is none.
-        tokens, logps: int64 and float32 [I, k], the best entries of each parent's row.
+        tokens, logps: int64 and float32 [I, k], the best entries of each parent's logits.
+        greedy: the most probable only. support: entries that T looks at (top-k).
+        temperature, top_p: float64 [1].
         uniforms: float64 [W].
     """
-    size = min(processor.top_n, tokens.numel())
+    size = 1 if greedy else min(support, tokens.numel())
     parent, token, logp, weight = _head(scores, tokens, logps, size)
-    if processor.greedy:
+    if greedy:
         prob = torch.ones_like(weight)
     else:
-        prob = torch.softmax((weight - weight[0]) / processor.temperature, 0)
-        if processor.top_p < 1:
-            # Cut where the mass before an entry has reached top-p; the first always stays.
-            reached = torch.cumsum(prob, 0)[:-1] >= processor.top_p
-            prob = torch.cat([prob[:1], prob[1:].masked_fill(reached, 0.0)])
-            prob = prob / prob.sum()
+        prob = torch.softmax((weight - weight[0]) / temperature, 0)
+        # Cut where the mass before an entry has reached top-p; the first always stays, at 1 all do.
+        reached = (torch.cumsum(prob, 0)[:-1] >= top_p) & (top_p < 1)
+        prob = torch.cat([prob[:1], prob[1:].masked_fill(reached, 0.0)])
+        prob = prob / prob.sum()
     order = torch.argsort((parent << 32) | token)
     parent, token, logp, prob, weight = (x[order] for x in (parent, token, logp, prob, weight))
     cumulative = torch.cumsum(prob, 0)
@@ -80,3 +99,167 @@ def _head(scores: Tensor, tokens: Tensor, logps: Tensor, size: int) -> tuple[Ten
     weight, flat = torch.sort((scores[:, None] + wide).flatten(), descending=True, stable=True)
     weight, flat = weight[:size], flat[:size]
     return flat // tokens.shape[1], tokens.flatten()[flat], wide.flatten()[flat], weight
+
+
+class TorchLaw:
+    """See `device.law.DeviceLaw`; serves every size."""
+
+    def takes(self, layout: CoverLayout, target_top_n: int, draft_top_n: int) -> bool:
+        return True
+
+    def pack(self, side: Side, logits: Tensor) -> Tensor:
+        logps = log_probabilities(logits, side.vocab)
+        return pack(logps, finite_logits(logps), side.top_n)
+
+    def draft(
+        self, best: Tensor, scores: Tensor, depth: int, layout: CoverLayout | DraftLayout, outcome: Tensor,
+        eos: Tensor,
+    ) -> None:  # fmt: skip
+        entries, parents = unpacked(best), scores.shape[1]
+        for r in range(len(scores)):
+            own = slice(r * parents, (r + 1) * parents)
+            layer = best_layer(scores[r], entries.ids[own], entries.logps[own], layout.draft_width)
+            self._enter(layer, entries.finite[own], depth, layout.forest, outcome[r : r + 1], eos)
+
+    def draw(
+        self, best: Tensor, scores: Tensor, depth: int, layout: DraftLayout, request: Tensor, outcome: Tensor,
+        eos: Tensor, greedy: bool, support: int,
+    ) -> None:  # fmt: skip
+        """Draft one layer by iid draws: `draft` for the rules that draw; one request."""
+        entries, fields = unpacked(best), layout.request
+        layer = draft_layer(
+            scores[0], entries.ids, entries.logps, greedy, support,
+            fields.temperature.of(request, torch.float64)[0], fields.top_p.of(request, torch.float64)[0],
+            fields.uniforms.of(request, torch.float64)[0, depth],
+        )  # fmt: skip
+        self._enter(layer, entries.finite, depth, layout.forest, outcome, eos)
+
+    def _enter(
+        self, layer: Drafted, finite: Tensor, depth: int, fields: ForestFields, outcome: Tensor, eos: Tensor
+    ) -> None:
+        """Write one layer of one request into `outcome`, [1, size]."""
+        token = layer.token[layer.draws]
+        fields.parent.of(outcome)[0, depth] = layer.parent[layer.draws]
+        fields.token.of(outcome)[0, depth] = token
+        ended = torch.isin(token, eos)
+        fields.weight.of(outcome, torch.float64)[0, depth] = layer.scores.masked_fill(ended, -torch.inf)
+        size = len(layer.prob)
+        fields.logp.of(outcome, torch.float64)[0, depth, :size] = layer.logp
+        fields.prob.of(outcome, torch.float64)[0, depth, :size] = layer.prob
+        if fields.draws.shape[0]:
+            fields.support_parent.of(outcome)[0, depth, :size] = layer.parent
+            fields.support_token.of(outcome)[0, depth, :size] = layer.token
+            fields.draws.of(outcome)[0, depth] = layer.draws
+        fields.finite.of(outcome)[0, depth, : len(finite)] = finite.long()
+
+    def forest_masks(
+        self, masks: TreeMasks, base: Tensor, parent: Tensor | None, slots: Tensor, rows: Tensor
+    ) -> Tensor:
+        requests, count = slots.shape
+        inside = torch.zeros((requests * count,) * 2, dtype=torch.bool, device=slots.device)
+        inside.fill_diagonal_(True)
+        if parent is None:
+            return masks.extend(base.flatten(), rows.flatten(), slots.flatten(), inside)
+        bases: list[Tensor] = []
+        _, layers, width = parent.shape
+        for r in range(requests):
+            for depth in range(layers):
+                above, begin = parent[r, depth], r * count + depth * width
+                if depth:
+                    # What the parent sees of the forest, and itself.
+                    here, up = slice(begin, begin + width), slice(begin - width, begin)
+                    inside[here] |= inside[up][above]
+                bases.append((bases[-1] if depth else base[r])[above])
+        return masks.extend(torch.cat(bases), rows.flatten(), slots.flatten(), inside)
+
+    def catch_up_masks(
+        self, masks: TreeMasks, state: Tensor, layout: CoverLayout, slots: Tensor, rows: Tensor
+    ) -> Tensor:
+        fields, width, count = layout.state, layout.width, state.shape[0] * layout.width
+        missing = fields.missing.of(state).bool().expand(-1, width)
+        above_row = fields.above_row.of(state)
+        inside = torch.eye(2 * count, dtype=torch.bool, device=slots.device)
+        offset = torch.arange(0, count, width, device=slots.device)[:, None]
+        first = (fields.first.of(state) + offset).flatten()
+        which = torch.arange(count, device=slots.device)
+        inside[count:, :count] = (which[None] == first[:, None]) & missing.flatten()[:, None]
+        base = torch.cat([above_row, torch.where(missing, above_row, fields.draft_row.of(state))]).flatten()
+        rows, slots = (x.unflatten(1, (2, width)).transpose(0, 1).flatten() for x in (rows, slots))
+        return masks.extend(base, rows, slots, inside)
+
+    def verify(
+        self, best: Tensor, state: Tensor, after: Tensor, request: Tensor, outcome: Tensor, layout: CoverLayout,
+        eos: Tensor, greedy: bool, support: int,
+    ) -> None:  # fmt: skip
+        entries = unpacked(best)
+        for r in range(layout.requests):
+            own = slice(r * layout.nodes, (r + 1) * layout.nodes)
+            one = slice(r, r + 1)
+            self._verify(
+                Best(*(part[own] for part in entries)), state[one], after[one], request[one], outcome[one],
+                layout, eos, greedy, support,
+            )  # fmt: skip
+
+    def _verify(
+        self, best: Best, state: Tensor, after: Tensor, request: Tensor, outcome: Tensor, layout: CoverLayout,
+        eos: Tensor, greedy: bool, support: int,
+    ) -> None:  # fmt: skip
+        width, draft_width, gamma, device = layout.width, layout.draft_width, layout.gamma, state.device
+        now, sent, forest, verified = layout.state, layout.request, layout.forest, layout.verified
+        position = now.position.of(state)[0]
+        offset = (position - sent.origin.of(request)[0]) + torch.arange(gamma + 1, device=device)
+        uniforms = sent.uniforms.of(request, torch.float64)[0][offset.clamp(0, layout.window - 1)]
+        temperature, top_p = (x.of(request, torch.float64)[0] for x in (sent.temperature, sent.top_p))
+        parents, tokens = forest.parent.of(outcome)[0], forest.token.of(outcome)[0]
+        weights = forest.weight.of(outcome, torch.float64)[0]
+        # Of each node of the forest, its parent's place among all nodes.
+        layer = torch.arange(gamma, device=device)[:, None]
+        above = parents + torch.where(layer > 0, width + (layer - 1) * draft_width, 0)
+        at = torch.arange(width, device=device)  # nodes whose logits the next layer is drawn from
+        score = now.score.of(state, torch.float64)[0]
+        going = torch.ones(1, dtype=torch.bool, device=device)
+        count = torch.zeros(1, dtype=torch.long, device=device)
+        token, node, weight_after = now.token.of(state)[0], at, score
+        for depth in range(gamma + 1):
+            drawn = draft_layer(
+                score, best.ids[at], best.logps[at], greedy, support, temperature, top_p, uniforms[depth]
+            )
+            parent, new = drawn.parent[drawn.draws], drawn.token[drawn.draws]
+            weight = drawn.scores.masked_fill(torch.isin(new, eos), -torch.inf)
+            from_node = at[parent]
+            held = torch.zeros(width, dtype=torch.bool, device=device)
+            place = at
+            if depth < gamma:
+                alive = torch.isfinite(weights[depth])
+                same = (from_node[:, None] == above[depth]) & (new[:, None] == tokens[depth]) & alive
+                held = same.any(1)
+                place = torch.where(held, width + depth * draft_width + same.int().argmax(1), 0)
+            verified.parent.of(outcome)[0, depth] = parent
+            verified.token.of(outcome)[0, depth] = new
+            verified.logp.of(outcome, torch.float64)[0, depth] = drawn.logp[drawn.draws]
+            verified.held.of(outcome)[0, depth] = held.long()
+            verified.finite.of(outcome)[0, depth] = best.finite[at].long()
+            count = count + going
+            token, node, weight_after = (
+                torch.where(going, one, other)
+                for one, other in ((new, token), (from_node, node), (weight, weight_after))
+            )
+            live = torch.isfinite(weight)
+            going = going & (held | ~live).all() & live.any()
+            at, score = place, weight
+        verified.layers.of(outcome)[0] = count
+        now.token.of(after)[0] = token
+        now.score.of(after, torch.float64)[0] = weight_after
+        now.row.of(after)[0] = sent.target_rows.of(request)[0][node]
+        now.first.of(after)[0] = (node[:, None] == node).int().argmax(1)
+        now.position.of(after)[0] = position + count
+        if not gamma:
+            return
+        # Rows of what the draft has computed: the beams, then the forest without its last layer.
+        draft_rows = sent.draft_rows.of(request)[0][width:]
+        last = len(draft_rows) - 1
+        now.draft_row.of(after)[0] = draft_rows[node.clamp(max=last)]
+        now.above.of(after)[0] = torch.cat([now.token.of(state)[0], tokens.flatten()])[node]
+        grand = torch.cat([torch.zeros_like(at), above.flatten()])[node]
+        now.above_row.of(after)[0] = draft_rows[grand.clamp(max=last)]
+        now.missing.of(after)[0] = (count > gamma).long()

@@ -1,22 +1,25 @@
-"""The law of an iteration in a handful of Triton kernels: best rows, drafting, masks, verification.
+"""The law of an iteration in a handful of Triton kernels: best entries, drafting, masks, verification.
 
-What `rows.pack`, `device_law`, `TreeMasks.extend` and `DeviceChain._verify` do, which in tensor operations
-are a thousand small kernels an iteration: as long as half of a 7B target's forward. float64 where they
-have it. One program does the law of a whole layer, for it has a few dozen entries.
+What `law_torch` does in tensor operations, which are a thousand small kernels an iteration: as long as
+half of a 7B target's forward. float64 where that has it. One program does a whole layer (verification:
+all layers) of a request, for it has a few dozen entries; every request has a program of its own. Over
+300 lines, for a kernel and what launches it are one thing.
 """
 
 from __future__ import annotations
-
-from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from dsbd_cli.decoding.cache.kv_buffer import TreeMasks
+from dsbd_cli.decoding.device.layout import CoverLayout, DraftLayout
+from dsbd_cli.decoding.model.protocol import Side
+
 # Logits a program looks at, the most entries of a row that it looks for, and the most of all parents.
 _PART = 1024
-MOST_ENTRIES, MOST_JOINT = 64, 1024
+_MOST_ENTRIES, _MOST_JOINT = 64, 1024
 
 
 @triton.jit
@@ -126,110 +129,138 @@ def _heaviest(weight, logp, token, parent, count, SIZE: tl.constexpr, ENTRIES: t
     return weights, logps, tokens, parents
 
 
-@triton.jit(do_not_specialize=["eos_count", "parent_count", "width", "node_base"])
+@triton.jit(do_not_specialize=["eos_count", "parent_count", "score_stride", "outcome_stride", "depth"])
 def _draft(
-    rows_ptr, score_ptr, eos_ptr, eos_count, parents_ptr, nodes_ptr, tokens_ptr, weights_ptr, outcome_ptr,
-    parent_count, width, node_base,
+    rows_ptr, score_ptr, score_stride, eos_ptr, eos_count, outcome_ptr, outcome_stride, parent_count, depth,
+    WIDTH: tl.constexpr, PARENT: tl.constexpr, TOKEN: tl.constexpr, WEIGHT: tl.constexpr,
+    LOGP: tl.constexpr, PROB: tl.constexpr, FINITE: tl.constexpr, FINITE_WIDTH: tl.constexpr,
     COUNT: tl.constexpr, WIDE: tl.constexpr, PARENTS: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
-    """`device_law.best_layer`: the `width` most probable distinct continuations."""
+    """`law_torch.best_layer` of one request; PARENT and the like are where the forest's fields begin."""
+    request = tl.program_id(0).to(tl.int64)
+    finite_out = outcome_ptr + request * outcome_stride + FINITE + depth * FINITE_WIDTH
+    out = outcome_ptr + request * outcome_stride + depth * WIDTH
     i = tl.arange(0, PARENTS)
     real = i < parent_count
-    score = tl.load(score_ptr + i, mask=real, other=-float("inf"))
-    weight, logp, token, parent = _entries(rows_ptr, i, real, score, COUNT, WIDE, PARENTS)
-    weight, logp, token, parent = _heaviest(weight, logp, token, parent, width, SIZE, PARENTS * WIDE)
+    row = request * parent_count + i
+    score = tl.load(score_ptr + request * score_stride + i, mask=real, other=-float("inf"))
+    weight, logp, token, parent = _entries(rows_ptr, row, real, score, COUNT, WIDE, PARENTS)
+    weight, logp, token, parent = _heaviest(weight, logp, token, parent, WIDTH, SIZE, PARENTS * WIDE)
     place = tl.arange(0, SIZE)
-    own = place < width
+    own = place < WIDTH
     prob = tl.exp(weight - tl.max(weight, 0))
     prob = prob / tl.sum(prob, 0)
-    tl.store(parents_ptr + place, parent, mask=own)
-    tl.store(nodes_ptr + place, parent + node_base, mask=own)
-    tl.store(tokens_ptr + place, token, mask=own)
     ended = _is_end(token, eos_ptr, eos_count)
-    tl.store(weights_ptr + place, tl.where(ended, -float("inf"), weight), mask=own)
-    tl.store(outcome_ptr + place, parent.to(tl.float64), mask=own)
-    tl.store(outcome_ptr + width + place, token.to(tl.float64), mask=own)
-    tl.store(outcome_ptr + 2 * width + place, logp, mask=own)
-    tl.store(outcome_ptr + 3 * width + place, prob, mask=own)
-    tl.store(outcome_ptr + 4 * width + place, place.to(tl.float64), mask=own)
-    finite = tl.load(rows_ptr + i * (2 * COUNT + 1) + 2 * COUNT, mask=real, other=0.0)
-    tl.store(outcome_ptr + 5 * width + i, finite.to(tl.float64), mask=real)
+    weight = tl.where(ended, -float("inf"), weight)
+    tl.store(out + PARENT + place, parent, mask=own)
+    tl.store(out + TOKEN + place, token, mask=own)
+    tl.store(out + WEIGHT + place, weight.to(tl.int64, bitcast=True), mask=own)
+    tl.store(out + LOGP + place, logp.to(tl.int64, bitcast=True), mask=own)
+    tl.store(out + PROB + place, prob.to(tl.int64, bitcast=True), mask=own)
+    finite = tl.load(rows_ptr + row * (2 * COUNT + 1) + 2 * COUNT, mask=real, other=0.0)
+    tl.store(finite_out + i, finite.to(tl.int64), mask=real)
 
 
-@triton.jit(do_not_specialize=["wide"])
+@triton.jit(do_not_specialize=["base_stride", "parent_stride", "slot_stride", "row_stride", "nodes", "width"])
 def _forest_masks(
-    table_ptr, out_ptr, base_ptr, parents_ptr, slots_ptr, rows_ptr, table_width, wide,
+    table_ptr, out_ptr, base_ptr, base_stride, parents_ptr, parent_stride, slots_ptr, slot_stride,
+    rows_ptr, row_stride, table_width, nodes, width,
     ALONE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Mask rows of a forest, layer by layer, below rows `base`; ALONE: one layer, each below its own."""
-    node = tl.program_id(0)
+    """Mask rows of forests, layer by layer, below rows `base`; ALONE: one layer, each below its own."""
+    request = (tl.program_id(0) // nodes).to(tl.int64)
+    node = tl.program_id(0) % nodes
+    parents, slots = parents_ptr + request * parent_stride, slots_ptr + request * slot_stride
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < table_width
-    seen = column == tl.load(slots_ptr + node)
-    at = (node % wide).to(tl.int64)
-    for depth in range(node // wide, 0, -1):
-        at = tl.load(parents_ptr + depth * wide + at)
-        seen = seen | (column == tl.load(slots_ptr + (depth - 1) * wide + at))
+    seen = column == tl.load(slots + node)
+    at = (node % width).to(tl.int64)
+    for depth in range(node // width, 0, -1):
+        at = tl.load(parents + depth * width + at)
+        seen = seen | (column == tl.load(slots + (depth - 1) * width + at))
     if not ALONE:
-        at = tl.load(parents_ptr + at)
-    base = tl.load(base_ptr + at)
+        at = tl.load(parents + at)
+    base = tl.load(base_ptr + request * base_stride + at)
     values = tl.load(table_ptr + base * table_width + column, mask=inside)
     values = tl.where(seen, 0.0, values.to(tl.float32)).to(table_ptr.dtype.element_ty)
-    tl.store(table_ptr + tl.load(rows_ptr + node) * table_width + column, values, mask=inside)
-    tl.store(out_ptr + node.to(tl.int64) * table_width + column, values, mask=inside)
+    row = tl.load(rows_ptr + request * row_stride + node)
+    tl.store(table_ptr + row * table_width + column, values, mask=inside)
+    tl.store(out_ptr + tl.program_id(0).to(tl.int64) * table_width + column, values, mask=inside)
 
 
-@triton.jit(do_not_specialize=["beams"])
+@triton.jit(do_not_specialize=["state_stride", "slot_stride", "row_stride", "requests"])
 def _catch_up_masks(
-    table_ptr, out_ptr, above_ptr, own_ptr, first_ptr, missing_ptr, slots_ptr, rows_ptr, table_width, beams,
-    BLOCK: tl.constexpr,
+    table_ptr, out_ptr, state_ptr, state_stride, slots_ptr, slot_stride, rows_ptr, row_stride, table_width,
+    requests,
+    WIDTH: tl.constexpr, ABOVE_ROW: tl.constexpr, DRAFT_ROW: tl.constexpr, FIRST: tl.constexpr,
+    MISSING: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Of the parents (below `above`), then of the beams: below their parent if it is missing, else `own`."""
-    node = tl.program_id(0)
+    """Of all parents (below `above`), then of all beams: below their parent if it is missing, else `own`."""
+    place = tl.program_id(0) % (requests * WIDTH)
+    is_beam = tl.program_id(0) >= requests * WIDTH
+    request, beam = (place // WIDTH).to(tl.int64), place % WIDTH
+    state = state_ptr + request * state_stride
+    slots = slots_ptr + request * slot_stride
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < table_width
-    beam = node % beams
-    seen = column == tl.load(slots_ptr + node)
-    base = tl.load(above_ptr + beam)
-    missing = tl.load(missing_ptr)
-    if node >= beams:
-        parent_slot = tl.load(slots_ptr + tl.load(first_ptr + beam))
+    node = beam + tl.where(is_beam, WIDTH, 0)
+    seen = column == tl.load(slots + node)
+    base = tl.load(state + ABOVE_ROW + beam)
+    missing = tl.load(state + MISSING)
+    if is_beam:
+        parent_slot = tl.load(slots + tl.load(state + FIRST + beam))
         seen = seen | ((column == parent_slot) & (missing != 0))
-        base = tl.where(missing != 0, base, tl.load(own_ptr + beam))
+        base = tl.where(missing != 0, base, tl.load(state + DRAFT_ROW + beam))
     values = tl.load(table_ptr + base * table_width + column, mask=inside)
     values = tl.where(seen, 0.0, values.to(tl.float32)).to(table_ptr.dtype.element_ty)
-    tl.store(table_ptr + tl.load(rows_ptr + node) * table_width + column, values, mask=inside)
-    tl.store(out_ptr + node.to(tl.int64) * table_width + column, values, mask=inside)
+    row = tl.load(rows_ptr + request * row_stride + node)
+    tl.store(table_ptr + row * table_width + column, values, mask=inside)
+    tl.store(out_ptr + tl.program_id(0).to(tl.int64) * table_width + column, values, mask=inside)
 
 
-@triton.jit(do_not_specialize=["eos_count", "beams", "wide", "deep", "draft_computed", "size", "window"])
+@triton.jit(do_not_specialize=["state_stride", "request_stride", "outcome_stride", "eos_count"])
 def _verify(
-    best_ptr, now_ptr, next_ptr, ids_ptr, rows_ptr, draft_rows_ptr, parents_ptr, tokens_ptr, weights_ptr,
-    eos_ptr, eos_count, uniforms_ptr, origin_ptr, outcome_ptr, beams, wide, deep, draft_computed, size, window,
-    warp_ptr,
+    best_ptr, state_ptr, after_ptr, state_stride, request_ptr, request_stride, outcome_ptr, outcome_stride,
+    eos_ptr, eos_count,
+    BEAM_COUNT: tl.constexpr, DRAFT_WIDTH: tl.constexpr, GAMMA: tl.constexpr, NODES: tl.constexpr,
+    WINDOW: tl.constexpr, SUPPORT: tl.constexpr, DRAFT_COMPUTED: tl.constexpr,
+    S_TOKEN: tl.constexpr, S_SCORE: tl.constexpr, S_ROW: tl.constexpr, S_DRAFT_ROW: tl.constexpr,
+    S_ABOVE: tl.constexpr, S_ABOVE_ROW: tl.constexpr, S_FIRST: tl.constexpr, S_MISSING: tl.constexpr,
+    S_POSITION: tl.constexpr,
+    R_ROWS: tl.constexpr, R_DRAFT_ROWS: tl.constexpr, R_ORIGIN: tl.constexpr, R_TEMPERATURE: tl.constexpr,
+    R_TOP_P: tl.constexpr, R_UNIFORMS: tl.constexpr,
+    F_PARENT: tl.constexpr, F_TOKEN: tl.constexpr, F_WEIGHT: tl.constexpr,
+    V_PARENT: tl.constexpr, V_TOKEN: tl.constexpr, V_LOGP: tl.constexpr, V_HELD: tl.constexpr,
+    V_FINITE: tl.constexpr, V_LAYERS: tl.constexpr,
     GREEDY: tl.constexpr, COUNT: tl.constexpr, WIDE: tl.constexpr, BEAMS: tl.constexpr, SIZE: tl.constexpr,
     FOREST: tl.constexpr,
 ):  # fmt: skip
-    """`DeviceChain._verify`: draw layers from the target's joint for as long as their law is known."""
+    """`TorchLaw.verify` of one request; S_, R_, F_ and V_ are where the fields of `layout` begin."""
+    number = tl.program_id(0).to(tl.int64)
+    state, after_ptr = state_ptr + number * state_stride, after_ptr + number * state_stride
+    sent, out = request_ptr + number * request_stride, outcome_ptr + number * outcome_stride
+    best_ptr += number * NODES * (2 * COUNT + 1)
     d = tl.arange(0, BEAMS)
-    real = d < beams
+    real = d < BEAM_COUNT
     e = tl.arange(0, SIZE)
     f = tl.arange(0, FOREST)
-    score = tl.load(now_ptr + beams + d, mask=real, other=0).to(tl.float64, bitcast=True)
+    score = tl.load(state + S_SCORE + d, mask=real, other=0).to(tl.float64, bitcast=True)
     score = tl.where(real, score, -float("inf"))
     at = d.to(tl.int64)
-    position = tl.load(now_ptr + 7 * beams + 1)
-    begin = (position - tl.load(origin_ptr)).to(tl.int32)
-    temperature, top_p = tl.load(warp_ptr), tl.load(warp_ptr + 1)  # as arguments they would be float32
+    position = tl.load(state + S_POSITION)
+    begin = (position - tl.load(sent + R_ORIGIN)).to(tl.int32)
+    # Loaded, not passed: as arguments they would be float32.
+    temperature = tl.load(sent + R_TEMPERATURE).to(tl.float64, bitcast=True)
+    top_p = tl.load(sent + R_TOP_P).to(tl.float64, bitcast=True)
     top_p = tl.where(top_p >= 1.0, 2.0, top_p)
     going = begin == begin
     count = 0
     out_token = tl.zeros([BEAMS], tl.int64)
     out_node = at
     out_score = score
-    for depth in range(deep + 1):
+    for depth in range(GAMMA + 1):
         weight, logp, token, parent = _entries(best_ptr, at, real, score, COUNT, WIDE, BEAMS)
-        weight, logp, token, parent = _heaviest(weight, logp, token, parent, size, SIZE, BEAMS * WIDE)
+        weight, logp, token, parent = _heaviest(weight, logp, token, parent, SUPPORT, SIZE, BEAMS * WIDE)
         if GREEDY:
             prob = tl.where(e == 0, 1.0, 0.0).to(tl.float64)
         else:
@@ -244,8 +275,10 @@ def _verify(
         some = prob > 0
         reach = tl.sum(tl.where(key[None, :] <= key[:, None], prob[None, :], 0.0), 1)
         total = tl.max(tl.where(some, reach, 0.0), 0)
-        layer = tl.minimum(tl.maximum(begin + depth, 0), window - 1)
-        u = tl.load(uniforms_ptr + layer * beams + d, mask=real, other=0).to(tl.float64, bitcast=True)
+        layer = tl.minimum(tl.maximum(begin + depth, 0), WINDOW - 1)
+        u = tl.load(sent + R_UNIFORMS + layer * BEAM_COUNT + d, mask=real, other=0).to(
+            tl.float64, bitcast=True
+        )
         far: tl.constexpr = 9223372036854775807
         beyond = some[None, :] & (reach[None, :] > (u * total)[:, None])
         pick = tl.min(tl.where(beyond, key[None, :], far), 1)
@@ -261,130 +294,152 @@ def _verify(
         after = tl.where(dead, -float("inf"), after)
         live = after > -float("inf")
         from_node = tl.sum(tl.where(above[:, None] == d[None, :], at[None, :], 0), 1)
-        known = d < 0
+        held = d < 0
         place = tl.zeros([BEAMS], tl.int64)
-        if depth < deep:
-            there = f < wide
-            f_at = depth * wide + f
-            f_parent = tl.load(parents_ptr + f_at, mask=there, other=-1)
-            f_token = tl.load(tokens_ptr + f_at, mask=there, other=-1)
-            alive = tl.load(weights_ptr + f_at, mask=there, other=-float("inf")) > -float("inf")
+        if depth < GAMMA:
+            there = f < DRAFT_WIDTH
+            f_at = depth * DRAFT_WIDTH + f
+            # Places among all nodes: the beams, then the forest.
+            start = tl.where(depth > 0, BEAM_COUNT + (depth - 1) * DRAFT_WIDTH, 0)
+            f_parent = tl.load(out + F_PARENT + f_at, mask=there, other=-1) + start
+            f_token = tl.load(out + F_TOKEN + f_at, mask=there, other=-1)
+            f_weight = tl.load(out + F_WEIGHT + f_at, mask=there, other=0).to(tl.float64, bitcast=True)
             match = (
-                there[None, :] & alive[None, :] & (f_parent[None, :] == from_node[:, None])
+                (there & (f_weight > -float("inf")))[None, :] & (f_parent[None, :] == from_node[:, None])
                 & (f_token[None, :] == new[:, None])
             )  # fmt: skip
-            known = tl.sum(match.to(tl.int32), 1) > 0
+            held = tl.sum(match.to(tl.int32), 1) > 0
             index = tl.min(tl.where(match, f[None, :], FOREST), 1)
-            place = tl.where(known, (beams + depth * wide + index).to(tl.int64), 0)
+            place = tl.where(held, (BEAM_COUNT + depth * DRAFT_WIDTH + index).to(tl.int64), 0)
         finite = tl.load(best_ptr + at * (2 * COUNT + 1) + 2 * COUNT, mask=real, other=0.0)
-        out = outcome_ptr + depth * 5 * beams + d
-        tl.store(out, above.to(tl.float64), mask=real)
-        tl.store(out + beams, new.to(tl.float64), mask=real)
-        tl.store(out + 2 * beams, lp, mask=real)
-        tl.store(out + 3 * beams, known.to(tl.float64), mask=real)
-        tl.store(out + 4 * beams, finite.to(tl.float64), mask=real)
+        to = out + depth * BEAM_COUNT + d
+        tl.store(to + V_PARENT, above, mask=real)
+        tl.store(to + V_TOKEN, new, mask=real)
+        tl.store(to + V_LOGP, lp.to(tl.int64, bitcast=True), mask=real)
+        tl.store(to + V_HELD, held.to(tl.int64), mask=real)
+        tl.store(to + V_FINITE, finite.to(tl.int64), mask=real)
         count += going.to(tl.int32)  # type: ignore[attr-defined]
         out_token = tl.where(going, new, out_token)
         out_node = tl.where(going, from_node, out_node)
         out_score = tl.where(going, after, out_score)
-        unknown = tl.sum((live & ~known).to(tl.int32), 0)
+        unknown = tl.sum((live & ~held).to(tl.int32), 0)
         going = going & (unknown == 0) & (tl.sum(live.to(tl.int32), 0) > 0)
         at, score = place, after
-    tl.store(outcome_ptr + (deep + 1) * 5 * beams, count.to(tl.float64))  # type: ignore[attr-defined]
+    tl.store(out + V_LAYERS, count.to(tl.int64))  # type: ignore[attr-defined]
     first = tl.min(
         tl.where((out_node[:, None] == out_node[None, :]) & real[None, :], d[None, :], BEAMS), 1
     ).to(tl.int64)
-    tl.store(next_ptr + d, out_token, mask=real)
-    tl.store(next_ptr + beams + d, out_score.to(tl.int64, bitcast=True), mask=real)
-    tl.store(next_ptr + 2 * beams + d, tl.load(rows_ptr + out_node, mask=real), mask=real)
-    if deep > 0:
-        last = tl.minimum(out_node, draft_computed - 1)
-        tl.store(next_ptr + 3 * beams + d, tl.load(draft_rows_ptr + last, mask=real), mask=real)
-        tl.store(next_ptr + 4 * beams + d, tl.load(ids_ptr + out_node, mask=real), mask=real)
-        inner = tl.maximum(out_node - beams, 0)
-        grand = tl.load(parents_ptr + inner, mask=real, other=0)
-        grand = tl.minimum(grand, draft_computed - 1)
-        tl.store(next_ptr + 5 * beams + d, tl.load(draft_rows_ptr + grand, mask=real), mask=real)
-    tl.store(next_ptr + 6 * beams + d, first, mask=real)
-    tl.store(next_ptr + 7 * beams, ((deep > 0) & (count > deep)).to(tl.int64))
-    tl.store(next_ptr + 7 * beams + 1, position + count)
+    tl.store(after_ptr + S_TOKEN + d, out_token, mask=real)
+    tl.store(after_ptr + S_SCORE + d, out_score.to(tl.int64, bitcast=True), mask=real)
+    tl.store(after_ptr + S_ROW + d, tl.load(sent + R_ROWS + out_node, mask=real), mask=real)
+    tl.store(after_ptr + S_FIRST + d, first, mask=real)
+    tl.store(after_ptr + S_POSITION, position + count)
+    if GAMMA > 0:
+        is_beam = out_node < BEAM_COUNT
+        inner = tl.maximum(out_node - BEAM_COUNT, 0)
+        # Rows of what the draft has computed: the beams (behind their parents), then the forest.
+        rows = sent + R_DRAFT_ROWS + BEAM_COUNT
+        last = tl.minimum(out_node, DRAFT_COMPUTED - 1)
+        tl.store(after_ptr + S_DRAFT_ROW + d, tl.load(rows + last, mask=real), mask=real)
+        own = tl.load(state + S_TOKEN + out_node, mask=real & is_beam, other=0)
+        drafted = tl.load(out + F_TOKEN + inner, mask=real & ~is_beam, other=0)
+        tl.store(after_ptr + S_ABOVE + d, tl.where(is_beam, own, drafted), mask=real)
+        depth_of = inner // DRAFT_WIDTH
+        grand = tl.load(out + F_PARENT + inner, mask=real, other=0)
+        grand += tl.where(depth_of > 0, BEAM_COUNT + (depth_of - 1) * DRAFT_WIDTH, 0)
+        grand = tl.minimum(grand, DRAFT_COMPUTED - 1)
+        tl.store(after_ptr + S_ABOVE_ROW + d, tl.load(rows + grand, mask=real), mask=real)
+        tl.store(after_ptr + S_MISSING, (count > GAMMA).to(tl.int64))
 
 
-def pack_rows(logits: Tensor, vocab: int, count: int) -> Tensor:
-    """`rows.pack` of the log-probabilities of logits [N, >= vocab], rows contiguous: float32 [N, 2 count + 1]."""
-    rows, parts = logits.shape[0], triton.cdiv(vocab, _PART)
-    keys = torch.empty((rows, parts, count), dtype=torch.long, device=logits.device)
-    peaks, masses = torch.empty((2, rows, parts), dtype=torch.float32, device=logits.device)
-    out = torch.empty((rows, 2 * count + 1), dtype=torch.float32, device=logits.device)
-    _parts_of_rows[(rows, parts)](
-        logits, keys, peaks, masses, logits.stride(0), vocab, parts, COUNT=count, PART=_PART, num_warps=4
-    )
-    _whole_rows[(rows,)](
-        keys, peaks, masses, out, parts,
-        COUNT=count, PARTS=triton.next_power_of_2(parts), ENTRIES=triton.next_power_of_2(parts * count),
-        num_warps=4,
-    )  # fmt: skip
-    return out
+class TritonLaw:
+    """See `device.law.DeviceLaw`."""
 
+    def takes(self, layout: CoverLayout, target_top_n: int, draft_top_n: int) -> bool:
+        width, draft_width = layout.width, layout.draft_width
+        joint = max(width * target_top_n, max(width, draft_width) * draft_top_n)
+        return max(target_top_n, draft_top_n, draft_width, width) <= _MOST_ENTRIES and joint <= _MOST_JOINT
 
-def draft_layer(
-    packed: Tensor,
-    count: int,
-    scores: Tensor,
-    eos: Tensor,
-    forest: Any,
-    depth: int,
-    beams: int,
-    outcome: Tensor,
-) -> None:
-    """One drafted layer, into row `depth` of the forest's tensors and to `outcome`."""
-    width = forest.token.shape[1]
-    parents = packed.shape[0]
-    _draft[(1,)](
-        packed, scores, eos, len(eos), forest.parent[depth], forest.node[depth], forest.token[depth],
-        forest.weight[depth], outcome, parents, width, beams + (depth - 1) * width if depth else 0,
-        COUNT=count, WIDE=triton.next_power_of_2(count), PARENTS=triton.next_power_of_2(parents),
-        SIZE=triton.next_power_of_2(width), num_warps=1,
-    )  # fmt: skip
+    def pack(self, side: Side, logits: Tensor) -> Tensor:
+        """Rows of `logits` must be contiguous."""
+        rows, vocab, count = logits.shape[0], side.vocab, side.top_n
+        parts = triton.cdiv(vocab, _PART)
+        keys = torch.empty((rows, parts, count), dtype=torch.long, device=logits.device)
+        peaks, masses = torch.empty((2, rows, parts), dtype=torch.float32, device=logits.device)
+        out = torch.empty((rows, 2 * count + 1), dtype=torch.float32, device=logits.device)
+        _parts_of_rows[(rows, parts)](
+            logits, keys, peaks, masses, logits.stride(0), vocab, parts, COUNT=count, PART=_PART, num_warps=4
+        )
+        _whole_rows[(rows,)](
+            keys, peaks, masses, out, parts,
+            COUNT=count, PARTS=triton.next_power_of_2(parts), ENTRIES=triton.next_power_of_2(parts * count),
+            num_warps=4,
+        )  # fmt: skip
+        return out
 
+    def draft(
+        self, best: Tensor, scores: Tensor, depth: int, layout: CoverLayout | DraftLayout, outcome: Tensor,
+        eos: Tensor,
+    ) -> None:  # fmt: skip
+        requests, parents = scores.shape
+        count, fields = best.shape[1] // 2, layout.forest
+        _draft[(requests,)](
+            best, scores, scores.stride(0), eos, len(eos), outcome, outcome.stride(0), parents, depth,
+            WIDTH=layout.draft_width, PARENT=fields.parent.start, TOKEN=fields.token.start,
+            WEIGHT=fields.weight.start, LOGP=fields.logp.start, PROB=fields.prob.start,
+            FINITE=fields.finite.start, FINITE_WIDTH=fields.finite.shape[1],
+            COUNT=count, WIDE=triton.next_power_of_2(count), PARENTS=triton.next_power_of_2(parents),
+            SIZE=triton.next_power_of_2(layout.draft_width), num_warps=1,
+        )  # fmt: skip
 
-def forest_masks(
-    table: Tensor, base: Tensor, parent: Tensor | None, slots: Tensor, rows: Tensor, wide: int
-) -> Tensor:
-    """Rows of the mask for a forest of layers of `wide` nodes; None as `parent`: one layer, each below its own base."""
-    out = table.new_empty((len(slots), table.shape[1]))
-    _forest_masks[(len(slots), triton.cdiv(table.shape[1], _PART))](
-        table, out, base, base if parent is None else parent, slots, rows, table.shape[1], wide,
-        ALONE=parent is None, BLOCK=_PART, num_warps=4,
-    )  # fmt: skip
-    return out
+    def forest_masks(
+        self, masks: TreeMasks, base: Tensor, parent: Tensor | None, slots: Tensor, rows: Tensor
+    ) -> Tensor:
+        requests, nodes = slots.shape
+        table = masks.table
+        out = table.new_empty((requests * nodes, table.shape[1]))
+        above = slots if parent is None else parent
+        _forest_masks[(requests * nodes, triton.cdiv(table.shape[1], _PART))](
+            table, out, base, base.stride(0), above, above.stride(0), slots, slots.stride(0),
+            rows, rows.stride(0), table.shape[1], nodes, above.shape[-1],
+            ALONE=parent is None, BLOCK=_PART, num_warps=4,
+        )  # fmt: skip
+        return out
 
+    def catch_up_masks(
+        self, masks: TreeMasks, state: Tensor, layout: CoverLayout, slots: Tensor, rows: Tensor
+    ) -> Tensor:
+        requests, nodes = slots.shape
+        table, fields = masks.table, layout.state
+        out = table.new_empty((requests * nodes, table.shape[1]))
+        _catch_up_masks[(requests * nodes, triton.cdiv(table.shape[1], _PART))](
+            table, out, state, state.stride(0), slots, slots.stride(0), rows, rows.stride(0), table.shape[1],
+            requests, WIDTH=layout.width, ABOVE_ROW=fields.above_row.start, DRAFT_ROW=fields.draft_row.start,
+            FIRST=fields.first.start, MISSING=fields.missing.start, BLOCK=_PART, num_warps=4,
+        )  # fmt: skip
+        return out
 
-def catch_up_masks(table: Tensor, now: Any, slots: Tensor, rows: Tensor, beams: int) -> Tensor:
-    """Rows of the mask for the beams' parents and the beams in the draft's pool."""
-    out = table.new_empty((len(slots), table.shape[1]))
-    _catch_up_masks[(len(slots), triton.cdiv(table.shape[1], _PART))](
-        table, out, now.above_row, now.draft_row, now.first, now.missing, slots, rows, table.shape[1], beams,
-        BLOCK=_PART, num_warps=4,
-    )  # fmt: skip
-    return out
-
-
-def verify(
-    best: Tensor, count: int, now: Tensor, after: Tensor, ids: Tensor, rows: Tensor, draft_rows: Tensor, forest: Any,
-    eos: Tensor, uniforms: Tensor, origin: Tensor, outcome: Tensor, beams: int, processor: Any, numbers: Tensor,
-    window: int,
-) -> None:  # fmt: skip
-    """All layers of an iteration, to `outcome`, and the next iteration's beams, to `after`.
-
-    `numbers`: the processor's temperature and top-p, float64.
-    """
-    deep, wide = forest.token.shape
-    size = min(processor.top_n, beams * count)
-    _verify[(1,)](
-        best, now, after, ids, rows, draft_rows, forest.node, forest.token, forest.weight,
-        eos, len(eos), uniforms, origin, outcome, beams, wide, deep, len(draft_rows), size, window,
-        numbers, GREEDY=processor.greedy, COUNT=count,
-        WIDE=triton.next_power_of_2(count), BEAMS=triton.next_power_of_2(beams),
-        SIZE=max(2, triton.next_power_of_2(size)), FOREST=max(2, triton.next_power_of_2(wide)), num_warps=1,
-    )  # fmt: skip
+    def verify(
+        self, best: Tensor, state: Tensor, after: Tensor, request: Tensor, outcome: Tensor, layout: CoverLayout,
+        eos: Tensor, greedy: bool, support: int,
+    ) -> None:  # fmt: skip
+        count = best.shape[1] // 2
+        size = min(1 if greedy else support, layout.width * count)
+        sent = layout.request
+        names: dict[str, int] = {}
+        for letter, fields in (("S", layout.state), ("V", layout.verified)):
+            names |= {f"{letter}_{name.upper()}": getattr(fields, name).start for name in fields._fields}
+        _verify[(layout.requests,)](
+            best, state, after, state.stride(0), request, request.stride(0), outcome, outcome.stride(0),
+            eos, len(eos),
+            BEAM_COUNT=layout.width, DRAFT_WIDTH=max(1, layout.draft_width), GAMMA=layout.gamma,
+            NODES=layout.nodes, WINDOW=layout.window, SUPPORT=size,
+            DRAFT_COMPUTED=max(1, layout.draft_nodes - layout.width),
+            R_ROWS=sent.target_rows.start, R_DRAFT_ROWS=sent.draft_rows.start, R_ORIGIN=sent.origin.start,
+            R_TEMPERATURE=sent.temperature.start, R_TOP_P=sent.top_p.start, R_UNIFORMS=sent.uniforms.start,
+            F_PARENT=layout.forest.parent.start, F_TOKEN=layout.forest.token.start,
+            F_WEIGHT=layout.forest.weight.start, **names,
+            GREEDY=greedy, COUNT=count, WIDE=triton.next_power_of_2(count),
+            BEAMS=triton.next_power_of_2(layout.width), SIZE=max(2, triton.next_power_of_2(size)),
+            FOREST=max(2, triton.next_power_of_2(layout.draft_width)), num_warps=1,
+        )  # fmt: skip

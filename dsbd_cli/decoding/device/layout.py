@@ -1,73 +1,263 @@
-"""What goes to the device for one iteration, and what comes back (`device_loop`)."""
+"""What goes to the device for an iteration and what comes back: the only description of either.
+
+Every block is int64 with one row a request; a field is a range of columns, floats by their bits. The
+host (numpy), the torch law (views) and the Triton kernels (`start` as a constant) all use these fields.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from math import prod
+from typing import NamedTuple
 
-import numpy as np
+import torch
+from torch import Tensor
 
-from dsbd_cli.decoding.cache.tree_cache import Plan, Reservation, TreeCache
-from dsbd_cli.decoding.forward.logits import Best
+from dsbd_cli.decoding.forward.graphs import PLAN_ROWS
+
+
+class Field(NamedTuple):
+    """A range of a row: `row[at].reshape(shape)`, for floats `.view(float64)` (or float32) before that."""
+
+    at: slice
+    shape: tuple[int, ...]
+
+    @property
+    def start(self) -> int:
+        return int(self.at.start)
+
+    def of(self, block: Tensor, dtype: torch.dtype = torch.int64) -> Tensor:
+        """The field of every request: a view [R, *shape] of `block`, int64 [R, size]."""
+        part = block[:, self.at]
+        return (part if dtype is torch.int64 else part.view(dtype)).unflatten(1, self.shape)
+
+
+class _Fields:
+    """Hands out ranges one behind the other."""
+
+    def __init__(self) -> None:
+        self.size = 0
+
+    def __call__(self, *shape: int) -> Field:
+        begin, self.size = self.size, self.size + prod(shape)
+        return Field(slice(begin, self.size), shape)
+
+
+class StateFields(NamedTuple):
+    """The beams that an iteration of a request starts from, [W] each; on the device between iterations.
+
+    Attributes:
+        token: of each beam.
+        score: float64, log weight; -inf where there is no beam.
+        row: the parent's mask row in the target's pool.
+        draft_row: the parent's in the draft's pool, if the draft has computed it.
+        above, above_row: the parent's token and the grandparent's mask row in the draft's pool, if not.
+        first: the first beam with the same parent.
+        missing: [1], 1 if the draft has not computed the parents.
+        position: [1], of the beams' tokens.
+    """
+
+    token: Field
+    score: Field
+    row: Field
+    draft_row: Field
+    above: Field
+    above_row: Field
+    first: Field
+    missing: Field
+    position: Field
+
+
+class CoverRequestFields(NamedTuple):
+    """What the host sends of a request.
+
+    Attributes:
+        target_slots, target_rows: [W + gamma x W_S], reserved: for the beams, then the forest by layers.
+        draft_slots, draft_rows: [2 W + (gamma - 1) x W_S]: for the beams' parents, the beams, the forest.
+        used, draft_used: [1], KV length of either pool.
+        origin: [1], the position below whose tokens the first uniforms draw.
+        temperature, top_p: float64 [1].
+        uniforms: float64 [window, W].
+    """
+
+    target_slots: Field
+    target_rows: Field
+    draft_slots: Field
+    draft_rows: Field
+    used: Field
+    draft_used: Field
+    origin: Field
+    temperature: Field
+    top_p: Field
+    uniforms: Field
+
+
+class ForestFields(NamedTuple):
+    """A drafted forest in an outcome.
+
+    Attributes:
+        parent, token: [gamma, W_S] by draw; the parent is a place among the draws (or beams) above.
+        weight: float64 [gamma, W_S], log weight as a parent; -inf below what nothing grows.
+        support_parent, support_token: [gamma, M], the distribution that was drawn from, canonical order.
+            (Where the most probable were taken it is the draws themselves, and M = W_S.)
+        logp, prob: float64 [gamma, M]; prob 0: outside the support.
+        draws: [gamma, W_S], indices into the support.
+        finite: [gamma, max(W, W_S)] by parent, 1 where its draft logits are numbers.
+    """
+
+    parent: Field
+    token: Field
+    weight: Field
+    support_parent: Field
+    support_token: Field
+    logp: Field
+    prob: Field
+    draws: Field
+    finite: Field
+
+
+class VerifiedFields(NamedTuple):
+    """The layers that the target drew, [gamma + 1, W] each.
+
+    Attributes:
+        parent: place among the draws above (for the first layer: among the beams).
+        token: of the draw. logp: float64, its raw log-probability.
+        held: 1 if the draw lies in the forest.
+        finite: by place above, 1 where its target logits are numbers.
+        layers: [1], how many of them hold.
+    """
+
+    parent: Field
+    token: Field
+    logp: Field
+    held: Field
+    finite: Field
+    layers: Field
+
+
+def _forest(add: _Fields, width: int, draft_width: int, gamma: int, support: int | None) -> ForestFields:
+    draws = [add(gamma, draft_width) for _ in range(3)]
+    if support is None:
+        parts = [*draws[:2], add(gamma, draft_width), add(gamma, draft_width), add(0, draft_width)]
+    else:
+        parts = [*(add(gamma, support) for _ in range(4)), add(gamma, draft_width)]
+    return ForestFields._make([*draws, *parts, add(gamma, max(width, draft_width))])
 
 
 @dataclass(frozen=True)
-class Side:
-    """What the loop needs of one model: its forward, its pool, its head's columns, its row size (at most those)."""
+class CoverLayout:
+    """Blocks of an iteration of `cover` that drafts and verifies (`CoverIteration`).
 
-    forward: Any
-    pool: TreeCache
-    vocab: int
-    top_n: int
+    Attributes:
+        requests: R.
+        width, draft_width, gamma: W, W_S and gamma; gamma 0 where nothing is drafted.
+        nodes, draft_nodes: places that a request needs in either pool.
+        window: layers that uniforms are sent for: this iteration's and those of the one before it.
+        state, request, forest, verified: the fields. outcome holds forest and verified.
+        state_size, request_size, outcome_size: columns of each block.
+    """
+
+    requests: int
+    width: int
+    draft_width: int
+    gamma: int
+    nodes: int
+    draft_nodes: int
+    window: int
+    state: StateFields
+    request: CoverRequestFields
+    forest: ForestFields
+    verified: VerifiedFields
+    state_size: int
+    request_size: int
+    outcome_size: int
+
+    @classmethod
+    def of(cls, requests: int, width: int, draft_width: int, gamma: int) -> CoverLayout:
+        nodes = width + gamma * draft_width
+        draft_nodes = 2 * width + (gamma - 1) * draft_width if gamma else 0
+        window = 2 * (gamma + 1)
+        state, request, outcome = _Fields(), _Fields(), _Fields()
+        state_fields = StateFields._make([*(state(width) for _ in range(7)), state(1), state(1)])
+        request_fields = CoverRequestFields._make(
+            [request(nodes), request(nodes), request(draft_nodes), request(draft_nodes)]
+            + [request(1) for _ in range(5)]
+            + [request(window, width)]
+        )
+        forest = _forest(outcome, width, draft_width, gamma, None)
+        verified = VerifiedFields._make([*(outcome(gamma + 1, width) for _ in range(5)), outcome(1)])
+        return cls(
+            requests, width, draft_width, gamma, nodes, draft_nodes, window,
+            state_fields, request_fields, forest, verified, state.size, request.size, outcome.size,
+        )  # fmt: skip
+
+
+class DraftRequestFields(NamedTuple):
+    """What the host sends where the host verifies.
+
+    Attributes:
+        draft_plan, target_plan: [7, N] (`graphs.pad`), the beams and what each model has missed of them.
+        beams, beam_rows: [W], places of the beams in the draft's plan, and their rows in the target's pool.
+        scores: float64 [W], log weights; -inf where there is no beam.
+        position: [1], of the beams' tokens.
+        draft_slots, draft_rows: [(gamma - 1) x W_S], reserved, by layers. target_slots, target_rows:
+            [gamma x W_S].
+        temperature, top_p: float64 [1], of the draft.
+        uniforms: float64 [gamma, W_S].
+    """
+
+    draft_plan: Field
+    target_plan: Field
+    beams: Field
+    beam_rows: Field
+    scores: Field
+    position: Field
+    draft_slots: Field
+    draft_rows: Field
+    target_slots: Field
+    target_rows: Field
+    temperature: Field
+    top_p: Field
+    uniforms: Field
 
 
 @dataclass(frozen=True)
-class Request:
-    """One iteration, as the host has_logits it.
+class DraftLayout:
+    """Blocks of an iteration after which the host verifies (`DraftIteration`); one request.
 
     Attributes:
-        draft: plan over the beams (all of them) and what the draft has missed of them.
-        beams: places of the beams in that plan.
-        target: plan over the beams that the target has not computed, and their missing ancestors.
-        beam_rows: the beams' mask rows in the target's pool.
-        scores: the beams' log weights.
-        position: of the beams' tokens.
-        draft_space, target_space: for (gamma - 1) x W and gamma x W nodes, layer by layer.
-        uniforms: [gamma, W]; not looked at where the most probable are taken.
+        width, draft_width, gamma: W, W_S and gamma.
+        rows: float32 by pairs, the target's packed best entries (`logits.pack`): of its plan's nodes,
+            then of the forest; [(N + gamma x W_S), 2 top_n + 1] of them, `row_count` numbers.
     """
 
-    draft: Plan
-    beams: list[int]
-    target: Plan
-    beam_rows: list[int]
-    scores: list[float]
-    position: int
-    draft_space: Reservation
-    target_space: Reservation
-    uniforms: np.ndarray
+    width: int
+    draft_width: int
+    gamma: int
+    request: DraftRequestFields
+    forest: ForestFields
+    rows: Field
+    row_count: int
+    request_size: int
+    outcome_size: int
 
-
-class Layer(NamedTuple):
-    """One drafted layer, on the host; `finite`: bool by parent, whether its logits were numbers.
-
-    For the rest see `device_law.Drafted`.
-    """
-
-    parent: np.ndarray
-    token: np.ndarray
-    logp: np.ndarray
-    prob: np.ndarray
-    draws: np.ndarray
-    finite: np.ndarray
-
-
-class Answer(NamedTuple):
-    """What came back.
-
-    Attributes:
-        layers: gamma of them.
-        rows: the target's best entries: of `Request.target`'s nodes, then of gamma x W forest nodes.
-    """
-
-    layers: list[Layer]
-    rows: Best
+    @classmethod
+    def of(
+        cls, width: int, draft_width: int, gamma: int, support: int, top_n: int, draft_size: int, target_size: int
+    ) -> DraftLayout:  # fmt: skip
+        """Args: support: M. top_n: of the target. draft_size, target_size: nodes of the padded plans."""
+        request, outcome = _Fields(), _Fields()
+        count = gamma * draft_width
+        plans = [request(PLAN_ROWS, draft_size), request(PLAN_ROWS, target_size)]
+        beams = [request(width), request(width), request(width), request(1)]
+        small = [request(count - draft_width) for _ in range(2)]
+        space = [request(count) for _ in range(2)]
+        request_fields = DraftRequestFields._make(
+            [*plans, *beams, *small, *space, request(1), request(1), request(gamma, draft_width)]
+        )
+        forest = _forest(outcome, width, draft_width, gamma, support)
+        row_count = (target_size + count) * (2 * top_n + 1)
+        rows = outcome((row_count + 1) // 2)
+        return cls(
+            width, draft_width, gamma, request_fields, forest, rows, row_count, request.size, outcome.size
+        )

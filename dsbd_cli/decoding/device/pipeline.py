@@ -1,193 +1,324 @@
-"""The host's side of `device_chain`: what the device decided becomes nodes, and the pools learn of it."""
+"""Pipelined iterations of `cover`: the device is one iteration ahead of the host, which commits what it decided.
+
+The host's side of `CoverIteration`: what the device decided becomes nodes, and the caches learn of it.
+Launching ahead, waiting, committing and dropping are one call, `step`, so their order cannot be got
+wrong. docs/design.md section 3 (why `cover` can run ahead) and section 5 (the cache).
+"""
 
 from __future__ import annotations
 
-import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
-from dsbd_cli.decoding.device.chain_iteration import Landing, Outcome, Space
-from dsbd_cli.decoding.device.layout import Layer as DraftedLayer
-from dsbd_cli.decoding.device.proposer import layer_of, living
-from dsbd_cli.decoding.law.distribution import LogitsProcessor, Sampler, SeededSampler
-from dsbd_cli.decoding.tree.sequences import DraftLayer, Forest, Node, Trie
-from dsbd_cli.errors import first_line
+from dsbd_cli.decoding.device.iteration import (
+    CoverIteration,
+    DraftedLayer,
+    Outcome,
+    Sent,
+    Space,
+    layer_of,
+    living,
+)
+from dsbd_cli.decoding.forward.capture import InFlight
+from dsbd_cli.decoding.forward.outcomes import CannotCapture, OutOfMemory
+from dsbd_cli.decoding.law.distribution import Sampler, SeededSampler
+from dsbd_cli.decoding.model.hf_model import HfTreeModel
+from dsbd_cli.decoding.model.protocol import Commit
+from dsbd_cli.decoding.tree.request import Request
+from dsbd_cli.decoding.tree.sequences import DraftLayer, Forest, Node
 
-if TYPE_CHECKING:
-    from dsbd_cli.decoding.model.hf_model import HfTreeModel
+# Layers for which uniforms are taken from a sampler at a time.
+_BLOCK = 64
+
+
+class _Uniforms:
+    """A request's uniforms while iterations are in flight: looked at by launches, used by committed layers.
+
+    The sampler itself moves on in blocks, and to where it belongs by `settle`.
+    """
+
+    def __init__(self, sampler: SeededSampler, width: int) -> None:
+        self._sampler, self._width = sampler, width
+        self._block = np.zeros((0, width))
+        self._used = 0
+
+    def ahead(self, layers: int) -> np.ndarray:
+        """Those of the next `layers` layers: float64 [layers, W]."""
+        if self._used + layers > len(self._block):
+            self.settle()
+            self._block = self._sampler.peek(max(layers, _BLOCK) * self._width).reshape(-1, self._width)
+        return self._block[self._used : self._used + layers]
+
+    def use(self) -> None:
+        """A layer was committed."""
+        self._used += 1
+
+    def settle(self) -> None:
+        """Let the sampler go on from where committed layers end."""
+        self._sampler.uniforms(self._used * self._width)
+        self._block, self._used = self._block[self._used :], 0
 
 
 @dataclass
-class _Flight:
-    """One iteration under way.
+class _Part:
+    """One request's part of an iteration in flight.
 
     Attributes:
-        beams: node by place, None where there is none; known once the iteration before has landed.
+        beams: node by place, None where there is none; known once the iteration before is committed.
         above: the parents by place, where the draft computes them in this iteration.
     """
 
     space: Space
-    landing: Landing
     beams: list[Node | None] = field(default_factory=list)
     above: list[Node] = field(default_factory=list)
 
 
-@dataclass(frozen=True)
-class Landed:
-    """One iteration that came back.
+@dataclass
+class _Iteration:
+    flight: InFlight
+    parts: list[_Part]
+
+
+@dataclass
+class _Committed:
+    """What became of one request's part.
 
     Attributes:
-        forest: as the events show it.
-        layers: per committed layer its draws in order, and for each whether it lies in the forest.
+        whole: the request goes on from the last of its layers.
+        draws: of that layer. layers: how many there were.
+        places: the forest's nodes by their places in it.
     """
 
     forest: Forest
-    layers: Iterator[tuple[list[Node], list[bool]]]
+    whole: bool
+    draws: list[Node]
+    layers: int
+    places: list[list[Node | None]]
 
 
-class Chain:
-    """Runs `cover` iterations on the device, one ahead of the host.
+class Pipeline:
+    """Runs `cover` iterations of R requests on the device, one ahead of the host (`model.protocol.Engine`).
 
     Args:
-        target: recorded. draft: likewise, or None to sample without one.
-        trie, sampler, processor: of the run; every layer takes `width` uniforms.
-        width: W, fixed.
-        draft_width, gamma: of the forests.
+        target: captured and prefilled. draft: likewise, or None to sample without one.
+        iteration: made for both, and for as many requests.
+        stopped: told why nothing can be launched any more.
     """
 
     def __init__(
-        self, target: HfTreeModel, draft: HfTreeModel | None, trie: Trie, sampler: SeededSampler,
-        processor: LogitsProcessor, width: int, draft_width: int, gamma: int,
+        self, target: HfTreeModel, draft: HfTreeModel | None, iteration: CoverIteration,
+        stopped: Callable[[CannotCapture | OutOfMemory], None],
     ) -> None:  # fmt: skip
-        self._target, self._draft, self._trie, self._sampler = target, draft, trie, sampler
-        self._width, self._draft_width, self._gamma = width, draft_width, gamma
-        self._flights: deque[_Flight] = deque()
-        self._since = 0.0
-        self._loop = target.chain_with(draft, width, processor, draft_width, gamma, sorted(trie.eos_ids))
-        self._usable = True  # else what is under way still lands, and the host goes on
-        try:
-            self._loop.prepare()
-        except RuntimeError as error:
-            self._stop(error)
+        self._target, self._draft, self._iteration, self._stopped = target, draft, iteration, stopped
+        self._models = [target] if draft is None else [target, draft]
+        limits = [model.max_depth for model in self._models if model.max_depth is not None]
+        self._deepest = min(limits) - iteration.layout.gamma if limits else None
+        self._in_flight: deque[_Iteration] = deque()
+        self._usable = True  # else what is in flight still comes back, and the host goes on
+        self._uniforms: list[_Uniforms] = []
+
+    @property
+    def in_flight(self) -> bool:
+        """Whether an iteration is in flight: `step` may be called."""
+        return bool(self._in_flight)
+
+    def begin(self, requests: Sequence[Request]) -> bool:
+        """Launch a first iteration from the requests' active sets, which no model has computed.
+
+        Args:
+            requests: R of them.
+
+        Returns:
+            Whether one is in flight: False where a model, a context or a sampler does not allow it.
+        """
+        if self._in_flight:
+            return True
+        if not self._usable or not all(self._ready(request) for request in requests):
+            return False
+        self._uniforms = [_Uniforms(_seeded(request.sampler), request.width) for request in requests]
+        states = [self._state_of(request) for request in requests]
+        if not self._launch(requests, states):
+            return False
+        for part, request in zip(self._in_flight[-1].parts, requests, strict=True):
+            beams = request.hypotheses.active
+            part.beams = [*beams, *[None] * (request.width - len(beams))]
+        return True
+
+    @torch.inference_mode()
+    def step(self, requests: Sequence[Request], commit: Commit) -> list[Forest]:
+        """Launch the next iteration, wait for the one in flight, and commit what it decided.
+
+        Args:
+            requests: those of `begin`.
+            commit: called for every layer of every request, in order, with its draws and, where there
+                is a drafted layer beside it, whether the forest holds each; returns whether the
+                request goes on. Past a layer where it does not, what the device did is dropped.
+
+        Returns:
+            The forest of each request, as events show it.
+
+        Raises:
+            RunError: a model gave logits that are not finite.
+        """
+        if not self._in_flight:
+            raise RuntimeError("step without begin: no iteration is in flight")
+        if len(self._in_flight) == 1:
+            self._launch_ahead(requests, committed=False)
+        iteration = self._in_flight.popleft()
+        outcomes = self._iteration.wait(iteration.flight)
+        self._target.calls += 1
+        if self._draft is not None:
+            self._draft.calls += self._iteration.layout.gamma
+        done = [
+            self._commit(request, part, outcome, uniforms, commit)
+            for request, part, outcome, uniforms in zip(
+                requests, iteration.parts, outcomes, self._uniforms, strict=True
+            )
+        ]
+        whole = all(one.whole for one in done)
+        if whole and not self._in_flight:
+            self._launch_ahead(requests, committed=True)
+        for part, one in zip(iteration.parts, done, strict=True):
+            self._adopt(part, one)
+        if not whole:
+            self.drop()
+        elif self._in_flight:
+            for part, one in zip(self._in_flight[0].parts, done, strict=True):
+                part.beams = living(one.draws)
+                if one.layers > self._iteration.layout.gamma > 0:
+                    part.above = [node.parent for node in one.draws if node.parent is not None]
+        else:
+            self._settle()
+        return [one.forest for one in done]
+
+    def retain(self, leaves: Iterable[Node]) -> None:
+        """Free every node that is neither one of `leaves` nor above one, in both caches."""
+        leaves = list(leaves)
+        for model in self._models:
+            model.pool.retain(leaves)
+
+    def drop(self) -> None:
+        """Give up what is in flight: nobody will ask for it."""
+        while self._in_flight:
+            for part in self._in_flight.popleft().parts:
+                self._iteration.release(part.space)
+        self._target.clock.idle()
+        self._settle()
+
+    def _settle(self) -> None:
+        for uniforms in self._uniforms:
+            uniforms.settle()
 
     # Launching.
 
-    def begin(self, beams: list[Node]) -> bool:
-        """Set off the first iteration from `beams`, which no model has computed; whether that was possible."""
-        loop, models = self._loop, self._models()
-        if not self._usable or not self._fits(beams[0].depth):
+    def _ready(self, request: Request) -> bool:
+        beams = request.hypotheses.active
+        if not isinstance(request.sampler, SeededSampler) or not self._fits(beams[0].depth):
             return False
-        parents = [node.parent for node in beams]
-        if any(node in model.pool for model in models for node in beams):
+        if any(node in model.pool for model in self._models for node in beams):
             return False
-        if not all(parent is not None and parent in self._target.pool for parent in parents):
-            return False
-        above = [parent for parent in parents if parent is not None]
+        return all(node.parent is not None and node.parent in self._target.pool for node in beams)
+
+    def _state_of(self, request: Request) -> np.ndarray:
+        beams = request.hypotheses.active
+        above = [node.parent for node in beams if node.parent is not None]
         draft_rows: list[int] = []
         if self._draft is not None:
             pool = self._draft.pool
             if lacking := [node for node in dict.fromkeys(above) if node not in pool]:
                 self._draft.forward(lacking)
             draft_rows = [pool.mask_row(node) for node in above]
-        fresh = loop.state_of(
+        return self._iteration.state_of(
             [node.token for node in beams],
             [node.score for node in beams],
             [self._target.pool.mask_row(node) for node in above],
             draft_rows,
             self._target.pool.position(beams[0]),
         )
-        if not self._launch(beams[0], fresh):
-            return False
-        self._flights[-1].beams = [*beams, *[None] * (self._width - len(beams))]
-        return True
 
-    def ahead(self, beams: list[Node], landed: bool) -> None:
-        """Set off the iteration that follows, if it may be needed and has room.
+    def _launch_ahead(self, requests: Sequence[Request], committed: bool) -> None:
+        """Launch the iteration that follows, if it may be needed and has room.
 
         Args:
-            beams: those of the last iteration that has landed.
-            landed: whether nothing is under way; else the beams grow by one to gamma + 1 tokens first.
+            committed: nothing is in flight; else the beams grow by one to gamma + 1 tokens first.
         """
-        depth = beams[0].depth
-        if not self._usable or (not landed and depth + 1 >= self._trie.budget):
-            return
-        if self._fits(depth if landed else depth + self._gamma + 1):
-            self._launch(beams[0], None)
+        gamma = self._iteration.layout.gamma
+        for request in requests:
+            depth = request.hypotheses.active[0].depth
+            if not self._usable or (not committed and depth + 1 >= request.trie.budget):
+                return
+            if not self._fits(depth if committed else depth + gamma + 1):
+                return
+        self._launch(requests, [None] * len(requests))
 
-    def _launch(self, committed: Node, fresh: np.ndarray | None) -> bool:
-        loop = self._loop
-        uniforms = self._sampler.peek(loop.window * self._width).reshape(-1, self._width)
-        position = self._target.pool.position(committed)
-        space = loop.space()
+    def _launch(self, requests: Sequence[Request], states: Sequence[np.ndarray | None]) -> bool:
+        spaces: list[Space] = []
+        sent: list[Sent] = []
         try:
-            landing = loop.launch(space, uniforms, position, fresh)
-        except RuntimeError as error:
-            loop.release(space)
-            self._stop(error)
+            for request, uniforms, state in zip(requests, self._uniforms, states, strict=True):
+                spaces.append(self._iteration.reserve())
+                origin = self._target.pool.position(request.hypotheses.active[0])
+                processor, ahead = request.processor, uniforms.ahead(self._iteration.layout.window)
+                sent.append(Sent(spaces[-1], ahead, origin, processor.temperature, processor.top_p, state))
+            flight = self._iteration.launch(sent)
+        except (CannotCapture, OutOfMemory) as error:
+            for space in spaces:
+                self._iteration.release(space)
+            self._usable = False
+            self._stopped(error)
             return False
-        if not self._flights:
-            self._since = time.perf_counter()
-        self._flights.append(_Flight(space, landing))
-        self._target.set_off(True)
+        self._in_flight.append(_Iteration(flight, [_Part(space) for space in spaces]))
         return True
 
     def _fits(self, depth: int) -> bool:
         """Whether both contexts hold an iteration from beams of that depth."""
-        limits = [model.max_depth for model in self._models()]
-        return all(limit is None or depth + self._gamma <= limit for limit in limits)
+        return self._deepest is None or depth <= self._deepest
 
-    def _models(self) -> list[HfTreeModel]:
-        return [self._target] if self._draft is None else [self._target, self._draft]
+    # Committing.
 
-    def _stop(self, error: RuntimeError) -> None:
-        self._usable = False
-        self._target.stop_chains(first_line(error))
-
-    def drop(self) -> None:
-        """Give up what is under way: nobody will ask for it."""
-        while self._flights:
-            self._loop.release(self._flights.popleft().space)
-        self._target.set_off(False)
-
-    @property
-    def flying(self) -> bool:
-        """Whether an iteration is under way."""
-        return bool(self._flights)
-
-    # Landing.
-
-    @torch.inference_mode()
-    def land(self) -> Landed:
-        """Wait for the iteration under way that was launched first.
-
-        The layers are for the caller to commit, one by one; then `settle`.
-        """
-        flight = self._flights.popleft()
-        outcome = self._loop.land(flight.landing, self._since)
-        self._since = time.perf_counter()
-        self._target.landed(flight.landing.seconds)
-        self._target.set_off(bool(self._flights))
-        self._target.calls += 1
-        if self._draft is not None:
-            self._draft.calls += self._gamma
-        self._flight, self._layers = flight, len(outcome.verified)
-        forest, self._places = self._drafted(flight.beams, outcome.drafted)
-        return Landed(forest, self._verified(flight.beams, outcome))
+    def _commit(
+        self, request: Request, part: _Part, outcome: Outcome, uniforms: _Uniforms, commit: Commit
+    ) -> _Committed:
+        forest, places = self._drafted(request, part.beams, outcome.drafted)
+        above, whole = part.beams, True
+        draws: list[Node] = []
+        for depth, layer in enumerate(outcome.sampled):
+            for i, parent in enumerate(above):
+                if parent is not None and not layer.finite[i]:
+                    raise self._target.rows.fail(parent)
+            uniforms.use()
+            draws = []
+            for p, token, logp in zip(
+                layer.parent.tolist(), layer.token.tolist(), layer.logp.tolist(), strict=True
+            ):
+                parent = above[p]
+                assert parent is not None
+                node = request.trie.child(parent, token)
+                node.score = parent.score + logp
+                draws.append(node)
+            above = living(draws)
+            held = layer.held.tolist() if depth < len(forest.layers) else None
+            goes_on = commit(request, draws, held)
+            # The device knows nothing of stop strings and budgets.
+            whole = goes_on and all(node.finish in (None, "eos") for node in draws)
+            if not whole:
+                break
+        return _Committed(forest, whole, draws, len(outcome.sampled), places)
 
     def _drafted(
-        self, beams: list[Node | None], layers: list[DraftedLayer]
+        self, request: Request, beams: list[Node | None], layers: list[DraftedLayer]
     ) -> tuple[Forest, list[list[Node | None]]]:
         """The forest, and the nodes of each layer by their places in it."""
+        trie = request.trie
         shown: list[DraftLayer] = []
         placed: list[list[Node | None]] = []
         parents, stopped = beams, False
-        room = self._trie.budget - next(node.depth for node in beams if node is not None) - 1
-        for drafted in layers[: max(0, room)]:  # the last layer of a budget is drawn from known rows
+        room = trie.budget - next(node.depth for node in beams if node is not None) - 1
+        for drafted in layers[: max(0, room)]:  # the last layer of a budget needs no forest
             places = [i for i, parent in enumerate(parents) if parent is not None]
             if not places:
                 break
@@ -199,87 +330,38 @@ class Chain:
                 tokens = zip(
                     drafted.parent[drafted.draws].tolist(), drafted.token[drafted.draws].tolist(), strict=True
                 )
-                nodes = [
-                    None if (parent := parents[p]) is None else self._trie.child(parent, t) for p, t in tokens
-                ]
+                nodes = [None if (parent := parents[p]) is None else trie.child(parent, t) for p, t in tokens]
                 parents = [None if node is None or node.finish is not None else node for node in nodes]
             else:
                 nodes_above = [node for node in parents if node is not None]
-                layer, parents = layer_of(self._trie, places, nodes_above, drafted)
+                layer, parents = layer_of(trie, places, nodes_above, drafted)
                 shown.append(layer)
                 stopped = any(node.finish == "stop" for node in layer.draws)
             placed.append(parents)
         return Forest(shown, computed=True), placed
 
-    def _verified(
-        self, beams: list[Node | None], outcome: Outcome
-    ) -> Iterator[tuple[list[Node], list[bool]]]:
-        above = beams
-        for layer in outcome.verified:
-            for i, parent in enumerate(above):
-                if parent is not None and not layer.finite[i]:
-                    raise self._target.rows.fail(parent)
-            self._sampler.uniforms(self._width)
-            slots = []
-            for p, token, logp in zip(
-                layer.parent.tolist(), layer.token.tolist(), layer.logp.tolist(), strict=True
-            ):
-                parent = above[p]
-                assert parent is not None
-                node = self._trie.child(parent, token)
-                node.score = parent.score + logp
-                slots.append(node)
-            above = living(slots)
-            self._slots = slots
-            yield slots, layer.known.tolist()
-
-    def settle(self, whole: bool) -> None:
-        """Tell the pools what of the landed iteration may live on; the next `retain` enters it.
-
-        Args:
-            whole: all its layers were committed; else what follows on the device is of no use.
-        """
-        flight, deepest = self._flight, self._slots[0].depth
-        computed: dict[Node, int] = {}
-        for i, node in enumerate(flight.beams):
-            if node is not None:
-                computed[node] = i
-        below = {
-            node: self._width + depth * self._draft_width + i
-            for depth, nodes in enumerate(self._places)
-            for i, node in enumerate(nodes)
-            # The next iteration computes its beams itself.
-            if node is not None and node.depth < deepest
-        }
-        self._target.pool.adopt(flight.space.target, computed | below)
-        if self._draft is not None and flight.space.draft is not None:
-            places: dict[Node, int] = {}
-            for i, node in enumerate(flight.above):
-                places.setdefault(node, i)
-            end = self._width + (self._gamma - 1) * self._draft_width  # the draft's own last layer
-            for node, place in (computed | below).items():
-                if place < end:
-                    places[node] = self._width + place
-            self._draft.pool.adopt(flight.space.draft, places)
-        if not whole:
-            self.drop()
-        elif self._flights:
-            follows = self._flights[0]
-            follows.beams = living(self._slots)
-            if self._layers > self._gamma > 0:
-                follows.above = [node.parent for node in self._slots if node.parent is not None]
+    def _adopt(self, part: _Part, done: _Committed) -> None:
+        """Tell the caches which nodes of a reservation may live on; the next `retain` enters them."""
+        layout, deepest = self._iteration.layout, done.draws[0].depth
+        computed: dict[Node, int] = {node: i for i, node in enumerate(part.beams) if node is not None}
+        for depth, nodes in enumerate(done.places):
+            for i, node in enumerate(nodes):
+                # The next iteration computes its beams itself.
+                if node is not None and node.depth < deepest:
+                    computed[node] = layout.width + depth * layout.draft_width + i
+        self._target.pool.adopt(part.space.target, computed)
+        if self._draft is None or part.space.draft is None:
+            return
+        places: dict[Node, int] = {}
+        for i, node in enumerate(part.above):
+            places.setdefault(node, i)
+        end = layout.draft_nodes - layout.width  # the forest's last layer is not computed by the draft
+        for node, place in computed.items():
+            if place < end:
+                places[node] = layout.width + place
+        self._draft.pool.adopt(part.space.draft, places)
 
 
-def chain_for(
-    target: HfTreeModel, draft: Any, trie: Trie, sampler: Sampler, processor: LogitsProcessor, width: int,
-    draft_width: int, gamma: int,
-) -> Chain | None:  # fmt: skip
-    """A `Chain` where the models are recorded and their rows are short; else None."""
-    if not isinstance(sampler, SeededSampler) or (draft is not None and gamma < 1):
-        return None
-    if target.why_no_chain(draft, draft_width) is not None:
-        return None
-    limits = [model.max_positions for model in (target, draft) if model is not None and model.max_positions]
-    if min(limits, default=gamma + 2) < gamma + 2:  # what a recording runs through must be there
-        return None
-    return Chain(target, draft, trie, sampler, processor, width, draft_width, gamma)
+def _seeded(sampler: Sampler) -> SeededSampler:
+    assert isinstance(sampler, SeededSampler)
+    return sampler

@@ -9,18 +9,17 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from dsbd_cli.decoding.cache.kv_buffer import KVBuffer
-from dsbd_cli.decoding.forward import llama, native
-from dsbd_cli.decoding.forward.linears import spare_memory
+from dsbd_cli.decoding.forward import native
+from dsbd_cli.loading import processor
 
 _FLAGS = ("-mamx-tile", "-mamx-int8", "-mamx-bf16")
-_NEEDED = {"amx_tile", "amx_int8", "amx_bf16", "avx512_bf16"}
 _PAGE = 1 << 21
 _ROPES_BY_POSITION = {"default", "linear", "llama3"}
 _pointer, _long, _float = ctypes.c_void_p, ctypes.c_long, ctypes.c_float
@@ -52,7 +51,7 @@ class _Request(ctypes.Structure):
 @functools.cache
 def library() -> Any:
     """The compiled forward, allowed to use the tiles; None where there are none, or no compiler."""
-    if not native.processor_flags() >= _NEEDED:
+    if not processor.amx_likely():
         return None
     loaded: Any = native.compiled(
         lambda: ctypes.CDLL(str(native.built("kernels.c", "tiles.c", flags=_FLAGS)))
@@ -66,39 +65,23 @@ def library() -> Any:
     return loaded
 
 
-def likely() -> bool:
-    """Whether the tiles can be used here, as far as that can be told without compiling anything."""
-    return native.allowed() and native.processor_flags() >= _NEEDED
-
-
-def serves(model: Any, int8: bool) -> bool:
-    """Whether `AmxForward` can take this model here."""
-    if not llama.serves(model) or model.device.type != "cpu" or not (int8 or model.dtype == torch.bfloat16):
-        return False
-    attention, config = model.model.layers[0].self_attn, model.config
-    size, step = int(attention.head_dim), 64 if int8 else 32
-    widths = config.hidden_size, config.intermediate_size, config.num_attention_heads * size
-    if any(width % step for width in widths) or size % 32 or size > 128 or model.lm_head.weight.shape[0] % 16:
-        return False
-    weights = sum(weight.numel() for weight in model.parameters())
-    return weights * (2 if int8 else 4) < spare_memory() and library() is not None
-
-
 class AmxForward:
     """Takes the place of `hf.HfForward`; same call as `llama.LlamaForward`.
 
     Args:
-        model: one that `serves` accepts.
+        model: one that `backends` lets through.
         int8: multiply in int8: for drafts, whatever they propose is what is recorded.
 
     Attributes:
         dtype: of keys, values and logits.
         int8: whether it multiplies in int8.
-        node_cost: what a node more costs, in forwards of one node (measured: 36 nodes cost 1.5).
+        relative_node_cost: what a node more costs, in forwards of one node (measured: 36 nodes cost 1.5).
     """
 
     dtype = torch.bfloat16
-    node_cost = 0.012
+    relative_node_cost = 0.012
+    reads_length = False
+    between: Callable[[], None] | None = None
 
     def __init__(self, model: Any, *, int8: bool = False) -> None:
         inner, config = model.model, model.config
@@ -161,6 +144,10 @@ class AmxForward:
             self._linear(mlp.gate_proj, mlp.up_proj, mixed=True),
             self._linear(mlp.down_proj),
         )
+
+    def describe(self) -> str:
+        """One line for people."""
+        return f"AMX forward, {'int8' if self.int8 else 'bfloat16'}"
 
     def needs_no_mask(self, begin: int) -> bool:
         """Prompt tokens in slots in order never need one."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -21,8 +22,14 @@ class HfForward:
         model: a causal LM in eval mode. Its own attention implementation is used as it stands.
     """
 
+    relative_node_cost = 0.03
+    int8 = False
+    reads_length = False
+    between: Callable[[], None] | None = None
+
     def __init__(self, model: Any) -> None:
         self.model = model
+        self.dtype = model.dtype
         config = model.config.get_text_config()
         names = set(inspect.signature(model.forward).parameters)
         # transformers 5.24 renamed it; both releases are served.
@@ -31,8 +38,16 @@ class HfForward:
         self._kinds = layer_kinds(config)
         self._window = int(config.sliding_window) if _SLIDING in self._kinds else 0
 
+    def describe(self) -> str:
+        """One line for people."""
+        return "the model's own forward (transformers)"
+
+    def needs_no_mask(self, begin: int) -> bool:
+        """Its masks are always given."""
+        return False
+
     def __call__(
-        self, cache: KVBuffer, ids: Tensor, positions: Tensor, mask: Tensor, keep: Tensor | int = 0
+        self, cache: KVBuffer, ids: Tensor, positions: Tensor, mask: Tensor | None, keep: Tensor | int = 0
     ) -> Tensor:
         """Logits [K, V'] of the nodes named by `keep`.
 
@@ -51,6 +66,7 @@ class HfForward:
         }
         if self._keep is not None:
             options[self._keep] = keep
+        assert mask is not None  # `needs_no_mask` says so
         options["attention_mask"] = self._masks(cache, positions, mask)
         logits: Tensor = self.model(**options).logits[0]
         if self._keep is None and not (isinstance(keep, int) and keep == 0):

@@ -1,140 +1,70 @@
-"""The forward of Llama-shaped models in as few operations as it takes, from the loaded model's own weights.
+"""A forward of Llama-shaped models in as few operations as it takes, from the loaded model's own weights.
 
 Hugging Face's modelling code spends about half of a small model's CPU time outside matrix products:
-repeated key/value heads, casts, per-layer Python. This is the same computation without that: fused
-projections, packed weights (`linears`), query heads of a group folded into rows. It is used only
-where the self-test finds it to agree with the model's own forward; anything unusual is left to that.
+repeated key/value heads, casts, Python between the steps. This is the same computation without that:
+fused projections, prepacked weights (`kernels`), query heads folded into rows of their group (GQA). It is
+used only where the self-test finds it to agree with the model's own forward. One module, since a decoder
+layer with torch, with C and with Triton is one computation written once and varied in three places.
 """
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention.bias import causal_lower_right
 
 from dsbd_cli.decoding.cache.kv_buffer import KVBuffer
-from dsbd_cli.decoding.forward import native
-from dsbd_cli.decoding.forward.hf import layer_kinds
-from dsbd_cli.decoding.forward.linears import (
-    DenseLinear,
-    Int8Linear,
-    PrepackedLinear,
-    can_pack,
-    can_quantize,
-    fused,
-    spare_memory,
-)
-from dsbd_cli.decoding.forward.llama_layers import NativeLayer, Norm, TorchLayer, TritonLayer
+from dsbd_cli.decoding.forward.kernels import Int8Linear, Linear, PrepackedLinear, fused
 
-_FAMILIES = {"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"}
-# Where a recording may be cut (`cuda_graph.Recorder.cut`): a short piece first, then longer ones.
-_FIRST_CUT, _CUT_EVERY = 2, 8
+# Where a CUDA graph may be broken (`graphs`): a short piece first, then longer ones.
+_FIRST_BREAK, _BREAK_EVERY = 2, 8
 # Up to this many query rows a head, folding a group's heads beats repeating keys and values.
 _FOLD = 512
-_GPU_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-
-
-def serves(model: Any) -> bool:
-    """Whether `model` is plainly one of the families below: full attention, SiLU, ordinary layers, no hooks."""
-    if type(model).__name__ not in _FAMILIES or layer_kinds(model.config) != ["full_attention"]:
-        return False
-    if (getattr(model, "tp_size", None) or 1) > 1:  # each process holds a part of every weight
-        return False
-    plain = {"Linear", "Embedding"}
-    for module in model.modules():
-        if hasattr(module, "_hf_hook") or (
-            getattr(module, "weight", None) is not None
-            and type(module).__name__ not in plain
-            and not type(module).__name__.endswith("RMSNorm")
-        ):
-            return False
-    layers = model.model.layers
-    return len({p.device for p in model.parameters()}) == 1 and all(
-        type(layer.mlp.act_fn).__name__.startswith("SiLU") for layer in layers
-    )
-
-
-def kind_of_linear(model: Any, int8: bool) -> type:
-    """Which product this model's device, dtype and memory allow."""
-    if model.device.type == "cpu":
-        if int8 and can_quantize():
-            return Int8Linear
-        size = sum(weight.numel() * weight.element_size() for weight in model.parameters())
-        if can_pack(model.dtype) and 2 * size < spare_memory():
-            return PrepackedLinear
-    return DenseLinear
-
-
-def on_current_device(device: torch.device) -> bool:
-    """Whether Triton, which launches where torch's current device is, would launch on `device`."""
-    return device.index in (None, torch.cuda.current_device())
-
-
-def gpu_kernels(dtype: torch.dtype, head: int) -> Any:
-    """The Triton kernels, or None where Triton or a size is missing, or DSBD_NATIVE=0."""
-    if os.environ.get("DSBD_NATIVE") == "0" or dtype not in _GPU_DTYPES or head % 2 or head > 256:
-        return None
-    try:
-        from dsbd_cli.decoding.forward.triton_kernels import Kernels
-    except ImportError:
-        return None
-    return Kernels()
 
 
 class LlamaForward:
-    """Takes the place of `hf.HfForward` for the families it serves; same call.
+    """Takes the place of `hf.HfForward` for the families that `backends` lets through; same call.
 
     Args:
-        model: one that `serves` accepts.
-        int8: multiply in int8 on a CPU (for drafts: it changes the numbers).
-        kind: the products to use; None takes what suits the model's device.
-        kernels: use compiled kernels where there are some.
-
-    Attributes:
-        dtype: of activations, keys and values.
-        kind: the products it uses.
-        int8: whether they are in int8.
-        kernels: what runs the steps between them, or None for tensor operations.
-        reads_length: whether `cache.length` bounds attention, so that `mask` may be wider.
-        between: called between some layers, or None.
+        model: a loaded model of one of those families.
+        linear: the matrix products to use.
+        kernels: what runs the steps between them: `kernels.CKernels`, `triton_kernels.Kernels`, or None for
+            tensor operations.
     """
 
-    def __init__(
-        self, model: Any, *, int8: bool = False, kind: type | None = None, kernels: bool = True
-    ) -> None:
-        self.kind = kind or kind_of_linear(model, int8)
-        self.int8 = self.kind is Int8Linear
+    relative_node_cost = 0.03
+
+    def __init__(self, model: Any, linear: type, kernels: Any) -> None:
+        self.linear, self.kernels = linear, kernels
+        self.int8 = linear is Int8Linear
         self.dtype = torch.float32 if self.int8 else model.dtype
         self.between: Callable[[], None] | None = None
         inner = model.model
         self._embed: nn.Embedding = inner.embed_tokens
         self._rotary = inner.rotary_emb
-        layers = list(enumerate(inner.layers))
-        head = int(inner.layers[0].self_attn.head_dim)
-        compiled: Any = None
-        if kernels and self.kind is not DenseLinear and native.serves(self.dtype, head):
-            compiled = native.load()
-        elif (
-            kernels
-            and self.kind is DenseLinear
-            and model.device.type == "cuda"
-            and on_current_device(model.device)
-        ):
-            compiled = gpu_kernels(self.dtype, head)
-        self.kernels = compiled
-        self._layers: list[Any]
-        if compiled is None:
-            self._layers = [TorchLayer(i, layer, self.kind, self.dtype) for i, layer in layers]
-        else:
-            make = TritonLayer if model.device.type == "cuda" else NativeLayer
-            self._layers = [make(i, layer, self.kind, self.dtype, compiled) for i, layer in layers]
-        # Its attention stops at a length that it reads on the device: one recording for any length.
-        self.reads_length = isinstance(self._layers[0], TritonLayer)
+        on_gpu = model.device.type == "cuda"
+        kind: Any = TorchLayer if kernels is None else TritonLayer if on_gpu else NativeLayer
+        self._layers: list[Any] = [
+            kind(i, layer, linear, self.dtype, kernels) for i, layer in enumerate(inner.layers)
+        ]
+        # Its attention stops at a length that it reads on the device: one CUDA graph for any length.
+        self.reads_length = kind is TritonLayer
         self._norm = Norm(inner.norm, self.dtype)
-        self._head = fused([model.lm_head], self.kind)
+        self._head = fused([model.lm_head], linear)
+
+    def describe(self) -> str:
+        """One line for people: which products and which kernels."""
+        compiled = "Triton kernels" if self.reads_length else "C kernels"
+        products: dict[type, str] = {Int8Linear: "int8 products", PrepackedLinear: "prepacked weights"}
+        return ", ".join((
+            "fused Llama forward",
+            products.get(self.linear, "torch's products"),
+            "tensor operations" if self.kernels is None else compiled,
+        ))  # fmt: skip
 
     def needs_no_mask(self, begin: int) -> bool:
         """Whether prompt tokens from `begin` on, in slots in order, can do without a mask."""
@@ -156,7 +86,11 @@ class LlamaForward:
                 mask = mask.repeat_interleave(shared, 0)
             mask = mask[None, None]
         for done, layer in enumerate(self._layers):
-            if self.between is not None and done % _CUT_EVERY == _FIRST_CUT and done < len(self._layers) - 2:
+            if (
+                self.between is not None
+                and done % _BREAK_EVERY == _FIRST_BREAK
+                and done < len(self._layers) - 2
+            ):
                 self.between()
             x = layer(x, cache, cos[0], sin[0], mask)
         if isinstance(keep, int):
@@ -164,3 +98,186 @@ class LlamaForward:
         else:
             x = x[keep]
         return self._head(self._norm(x))
+
+
+class Norm:
+    """RMS norm over the last dimension."""
+
+    def __init__(self, norm: Any, dtype: torch.dtype) -> None:
+        self.weight = norm.weight.detach().to(dtype)
+        self.eps = float(norm.variance_epsilon)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+
+
+class _Layer:
+    """What all kinds of decoder layer hold.
+
+    Attributes:
+        heads, groups, shared, size: query heads, key/value heads, query heads a key head, their width.
+    """
+
+    def __init__(self, index: int, layer: Any, linear: type, dtype: torch.dtype, kernels: Any) -> None:
+        attention, mlp = layer.self_attn, layer.mlp
+        self.index, self.kernels = index, kernels
+        self.size = int(attention.head_dim)
+        self.heads = int(attention.config.num_attention_heads)
+        self.groups = int(attention.config.num_key_value_heads)
+        self.shared = self.heads // self.groups
+        self.scaling = float(attention.scaling)
+        self.before, self.after = (
+            Norm(layer.input_layernorm, dtype),
+            Norm(layer.post_attention_layernorm, dtype),
+        )
+        self.head_norms: tuple[Norm, Norm] | None = None
+        if hasattr(attention, "q_norm"):
+            self.head_norms = Norm(attention.q_norm, dtype), Norm(attention.k_norm, dtype)
+        self.qkv: Linear = fused([attention.q_proj, attention.k_proj, attention.v_proj], linear)
+        self.out: Linear = fused([attention.o_proj], linear, self._columns())
+        self.gate_up: Linear = fused([mlp.gate_proj, mlp.up_proj], linear)
+        self.down: Linear = fused([mlp.down_proj], linear)
+
+    def _columns(self) -> Tensor | None:
+        """The order of heads in which `out` gets its input, as columns; None: as the model has them."""
+        return None
+
+    def _over_prompt(self, query: Tensor, keys: Tensor, values: Tensor, used: int) -> Tensor:
+        """Each token of a prompt sees those before it: slots 1, 2, ... hold it in order.
+
+        Args:
+            query: [1, heads, N, size], the last N tokens up to slot `used`.
+
+        Returns:
+            [1, heads, N, size].
+        """
+        count = query.shape[2]
+        keys, values = keys[:, :, 1:used], values[:, :, 1:used]
+        options: dict[str, Any] = {"is_causal": True}
+        if count < used - 1:
+            options = {"attn_mask": causal_lower_right(count, used - 1)}
+        return F.scaled_dot_product_attention(
+            query, keys, values, scale=self.scaling, enable_gqa=self.shared > 1, **options
+        )
+
+    def _over_slots(self, query: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:
+        """Masked attention, [1, heads, N, size] to the same; heads may be rows of their group instead."""
+        gqa = query.shape[1] != keys.shape[1]
+        return F.scaled_dot_product_attention(
+            query, keys, values, attn_mask=mask, scale=self.scaling, enable_gqa=gqa
+        )
+
+
+class TorchLayer(_Layer):
+    """Tensor operations only: any device, any dtype."""
+
+    def __call__(self, x: Tensor, cache: KVBuffer, cos: Tensor, sin: Tensor, mask: Tensor | None) -> Tensor:
+        """One layer.
+
+        Args:
+            x: [N, hidden].
+            cache: `slots` and `used` are set for this forward.
+            cos, sin: [N, size], of the nodes' positions.
+            mask: additive; [1, 1, N x shared, used] (rows in the order node, head of a group) or
+                [1, 1, N, used]; None for a prompt (`_over_prompt`).
+        """
+        count = len(x)
+        qkv = self.qkv(self.before(x)).view(count, self.heads + 2 * self.groups, self.size)
+        value = qkv[:, self.heads + self.groups :]
+        turn = qkv[:, : self.heads + self.groups]
+        if self.head_norms is not None:
+            q_norm, k_norm = self.head_norms
+            turn = torch.cat([q_norm(turn[:, : self.heads]), k_norm(turn[:, self.heads :])], 1)
+        low, high = turn.chunk(2, -1)
+        turn = turn * cos[:, None] + torch.cat((-high, low), -1) * sin[:, None]
+        cache.update(turn[:, self.heads :].transpose(0, 1)[None], value.transpose(0, 1)[None], self.index)
+        keys, values = cache.keys[self.index], cache.values[self.index]
+        query = turn[:, : self.heads].transpose(0, 1)[None]
+        if mask is None:
+            seen = self._over_prompt(query, keys, values, cache.used)[0].transpose(0, 1)
+        else:
+            keys, values = keys[:, :, : cache.used], values[:, :, : cache.used]
+            folded = mask.shape[2] != count
+            if folded:
+                # Heads that share keys become rows: nothing is repeated but the mask.
+                query = query.view(self.groups, self.shared, count, self.size).transpose(1, 2)
+                query = query.reshape(1, self.groups, count * self.shared, self.size)
+            seen = self._over_slots(query, keys, values, mask)[0]
+            if folded:
+                seen = seen.view(self.groups, count, self.shared, self.size).transpose(0, 1)
+            else:
+                seen = seen.transpose(0, 1)
+        x = self.out(seen.reshape(count, self.heads * self.size), x)
+        gate, up = self.gate_up(self.after(x)).chunk(2, -1)
+        return self.down(F.silu(gate).mul_(up), x)
+
+
+class _KernelLayer(_Layer):
+    """Products by torch, everything between them by compiled kernels; same call as `TorchLayer`."""
+
+    def __init__(self, index: int, layer: Any, linear: type, dtype: torch.dtype, kernels: Any) -> None:
+        super().__init__(index, layer, linear, dtype, kernels)
+        norms = self.head_norms
+        self._weights = None if norms is None else (norms[0].weight, norms[1].weight)
+        self._eps = 0.0 if norms is None else norms[0].eps
+
+    def __call__(self, x: Tensor, cache: KVBuffer, cos: Tensor, sin: Tensor, mask: Tensor | None) -> Tensor:
+        kernels = self.kernels
+        qkv = self.qkv(kernels.rms(x, self.before.weight, self.before.eps))
+        keys, values = cache.buffers(self.index, self.groups, self.size, self.size, x)
+        query = kernels.rope(qkv, cos, sin, cache.slots, self._weights, keys, values, self.heads, self._eps)
+        x = self.out(self._attend(query, keys, values, mask, cache), x)
+        both = self.gate_up(kernels.rms(x, self.after.weight, self.after.eps))
+        return self.down(kernels.silu(both), x)
+
+    def _attend(
+        self, query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, cache: KVBuffer
+    ) -> Tensor:
+        """[N x shared, groups, size] to the input of `out`, [N, heads x size]."""
+        raise NotImplementedError
+
+    def _by_head(self, query: Tensor) -> Tensor:
+        """[N x shared, groups, size] as [1, heads, N, size] in the model's order of heads."""
+        query = query.view(-1, self.shared, self.groups, self.size)
+        return query.permute(2, 1, 0, 3).reshape(1, self.heads, -1, self.size)
+
+
+class NativeLayer(_KernelLayer):
+    """CPU: kernels from `native`, attention by torch with the heads of a group as rows.
+
+    Attention then leaves [node, head of a group, group, size]; `out` takes its columns in that order.
+    """
+
+    def _columns(self) -> Tensor | None:
+        if self.shared == 1:
+            return None
+        order = torch.arange(self.heads * self.size).view(self.groups, self.shared, self.size)
+        return order.transpose(0, 1).reshape(-1)
+
+    def _attend(
+        self, query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, cache: KVBuffer
+    ) -> Tensor:
+        count = query.shape[0] // self.shared
+        if mask is not None and mask.shape[2] == query.shape[0]:
+            keys, values = keys[:, :, : cache.used], values[:, :, : cache.used]
+            seen = self._over_slots(query.transpose(0, 1)[None], keys, values, mask).transpose(1, 2)
+        else:
+            if mask is None:
+                seen = self._over_prompt(self._by_head(query), keys, values, cache.used)
+            else:
+                keys, values = keys[:, :, : cache.used], values[:, :, : cache.used]
+                seen = self._over_slots(self._by_head(query), keys, values, mask)
+            seen = seen.view(self.groups, self.shared, count, self.size).permute(2, 1, 0, 3)
+        return seen.reshape(count, self.heads * self.size)
+
+
+class TritonLayer(_KernelLayer):
+    """CUDA: kernels and tree attention from `triton_kernels`; prompts by torch's flash attention."""
+
+    def _attend(
+        self, query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, cache: KVBuffer
+    ) -> Tensor:
+        if mask is not None:
+            return self.kernels.attend(query, keys, values, mask[0, 0], cache.length, self.scaling)
+        seen = self._over_prompt(self._by_head(query), keys, values, cache.used)
+        return seen[0].transpose(0, 1).reshape(-1, self.heads * self.size)

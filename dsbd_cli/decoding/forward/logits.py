@@ -1,7 +1,7 @@
 """From logits to what the law asks: raw log-probabilities, the top-n of each node on the host, and their store.
 
 Where top-k bounds the joint, only each node's `top_n` best tokens leave the device; else its full
-logits stay where the forward put them, and the joint is built there (design.md section 1).
+logits stay where the forward put them, and the joint is built there (docs/design.md section 1).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dsbd_cli.decoding.forward import native
+from dsbd_cli.decoding.forward.kernels import c_kernels, c_kernels_serve
 from dsbd_cli.decoding.law.distribution import LogitsProcessor, Row, Support, joint
 from dsbd_cli.decoding.tree.sequences import Node
 from dsbd_cli.errors import RunError
@@ -50,9 +50,9 @@ def finite_logits(logps: Tensor) -> Tensor:
 
 def top_logits(logits: Tensor, vocab: int, count: int) -> Best:
     """The `count` most probable tokens of each row of `logits` [N, >= vocab]; one copy to the host."""
-    kernels = native.load() if logits.device.type == "cpu" and native.serves(logits.dtype) else None
+    kernels = c_kernels() if logits.device.type == "cpu" and c_kernels_serve(logits.dtype) else None
     if kernels is not None and logits.stride(-1) == 1:
-        return Best(*kernels.rows(logits, vocab, min(count, vocab)))
+        return Best(*kernels.top_logits(logits, vocab, min(count, vocab)))
     logps = log_probabilities(logits, vocab)
     return best_of(logps, finite_logits(logps), count)
 

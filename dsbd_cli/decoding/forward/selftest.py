@@ -1,6 +1,6 @@
 """Does the tree mask serve this architecture? Asked once a load, answered by the model itself.
 
-Custom masks have broken in minor releases without an error (field case G05), so a list of names is
+Custom masks have broken in minor releases without an error, so a list of names is
 not enough: a handful of nodes is computed as a tree and as plain sequences, and compared.
 """
 

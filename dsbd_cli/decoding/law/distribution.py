@@ -1,4 +1,4 @@
-"""The one distribution that every method draws from: `p_beam` (design.md section 1). numpy only."""
+"""The one distribution that every method draws from: `p_beam` (docs/design.md section 1). numpy only."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def _weights(log_weight: np.ndarray, peak: float, temperature: float) -> np.ndar
 
 
 def residual(p: np.ndarray, q: np.ndarray) -> np.ndarray:
-    """`norm(max(p - q, 0))`; `p` itself where that has no mass (design.md section 3)."""
+    """`norm(max(p - q, 0))`; `p` itself where that has no mass (docs/design.md section 3)."""
     rest = np.maximum(p - q, 0.0)
     mass = rest.sum()
     return rest / mass if mass > 0 else p
@@ -167,7 +167,7 @@ class SeededSampler:
         self._rng = np.random.default_rng([seed, stream])
 
     def accept(self, numerator: float, denominator: float) -> bool:
-        # u * q < p' and not u < p' / q: no division, so q = 0 needs no epsilon (design.md section 3).
+        # u * q < p' and not u < p' / q: no division, so q = 0 needs no epsilon (docs/design.md section 3).
         return bool(self._rng.random() * denominator < numerator)
 
     def uniforms(self, count: int) -> np.ndarray:

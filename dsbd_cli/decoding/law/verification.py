@@ -1,10 +1,14 @@
-"""Verifying one drafted layer: pure functions over aligned vectors (design.md section 3). numpy only.
+"""Verifying one layer of a forest: the three rules side by side (docs/design.md section 3). numpy only.
 
-Whatever q is, every slot that comes out is an iid draw of p: that is the whole theorem.
+`cover` (the default) samples the layer from the target distribution p and asks whether the forest holds
+the draws; `paper` and `continue` accept or reject the draft's own draws so that what is kept is
+distributed as p (Leviathan et al. 2023, Chen et al. 2023; several draws: Miao et al. 2024). Whatever the
+draft proposed, every draw that comes out is an iid draw of p: that is the whole theorem.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,9 +21,10 @@ class Verified:
     """What verification made of a layer.
 
     Attributes:
-        draws: indices into p, in order of acceptance, then filled ones; W_L of them.
-        verdicts: one bool per draw that was looked at.
-        passed: every one is an accepted draw.
+        draws: indices into p, W_L of them (`paper`, `continue`: accepted ones first, then those filled up).
+        verdicts: one bool per draw that was looked at: the draft's, accepted or not; for `cover` those of
+            p, in the forest or not.
+        passed: every draw came from the forest.
     """
 
     draws: tuple[int, ...]
@@ -31,44 +36,67 @@ class Verified:
         return sum(self.verdicts)
 
 
-def verify_draws(p: np.ndarray, q: np.ndarray, draws: list[int], width: int, sampler: Sampler) -> Verified:
-    """Algorithm 1 with the errata applied: accept draws of q as draws of p, then fill up.
+def cover(p: np.ndarray, width: int, held: Callable[[int], bool], sampler: Sampler) -> Verified:
+    """`cover`: the layer is sampled from p; the forest only decides how many layers one target call yields.
+
+    With the same random numbers this is beam sampling, draw by draw.
 
     Args:
-        p: [n] target's warped joint over the accepted parents, sums to 1.
-        q: [n] draft's warped joint restricted to those parents, NOT renormalised.
-        draws: indices into p of the draft's draws, in the order they were drawn; -1 for a draw
-            under a dead parent, which p gives no mass.
+        p: [n] target distribution over (beam, token), sums to 1.
+        width: W_L >= 1.
+        held: whether the forest holds continuation i, or nothing has to follow it (it is finished).
+    """
+    draws = sampler.sample(p, width)
+    verdicts = tuple(held(index) for index in draws)
+    return Verified(tuple(draws), verdicts, all(verdicts))
+
+
+def accept_draws(p: np.ndarray, q: np.ndarray, drafted: list[int], width: int, sampler: Sampler) -> Verified:
+    """`paper` and `continue`: Algorithm 1 with the errata applied; accept draws of q as draws of p, then fill up.
+
+    Args:
+        p: [n] target distribution over the accepted beams, sums to 1.
+        q: [n] draft distribution restricted to those beams, NOT renormalised.
+        drafted: indices into p of the draft's draws, in the order they were drawn; -1 for a draw
+            below a dead beam, which p gives no mass.
         width: W_L >= 1.
     """
-    chosen: list[int] = []
+    draws: list[int] = []
     verdicts: list[bool] = []
     current = p
-    for draw in draws:
-        if len(chosen) == width:
+    for draw in drafted:
+        if len(draws) == width:
             break
-        # p'/q, not the printed q/p' (section 7). A dead parent's draw has p' = 0: rejected.
+        # p'/q, not the printed q/p' (docs/design.md section 7). A dead beam's draw has p' = 0: rejected.
         accepted = draw >= 0 and current[draw] > 0 and sampler.accept(current[draw], q[draw])
         verdicts.append(bool(accepted))
         if accepted:
-            chosen.append(draw)
+            draws.append(draw)
             current = p
         else:
             current = residual(current, q)
-    passed = len(chosen) == width
+    passed = len(draws) == width
     if not passed:
         # The open chain of rejections owes one draw from its residual; the rest are free draws of p.
-        chosen += sampler.sample(current, 1)
-        chosen += sampler.sample(p, width - len(chosen)) if len(chosen) < width else []
-    return Verified(tuple(chosen), tuple(verdicts), passed)
+        draws += sampler.sample(current, 1)
+        draws += sampler.sample(p, width - len(draws)) if len(draws) < width else []
+    return Verified(tuple(draws), tuple(verdicts), passed)
+
+
+# One number for a continuation, so that two supports can be compared.
+
+
+def keys(parent: np.ndarray, token: np.ndarray) -> np.ndarray:
+    """int64 [n], ascending in (parent, token); token ids fit in 32 bits."""
+    return (parent.astype(np.int64) << 32) | token.astype(np.int64)
 
 
 def align(
     p_keys: np.ndarray, p: np.ndarray, q_keys: np.ndarray, q: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """p and q on the union of their supports: (keys, p, q), keys ascending; absent entries are 0."""
-    keys = np.union1d(p_keys, q_keys)
-    wide_p, wide_q = np.zeros(len(keys)), np.zeros(len(keys))
-    wide_p[np.searchsorted(keys, p_keys)] = p
-    wide_q[np.searchsorted(keys, q_keys)] = q
-    return keys, wide_p, wide_q
+    union = np.union1d(p_keys, q_keys)
+    wide_p, wide_q = np.zeros(len(union)), np.zeros(len(union))
+    wide_p[np.searchsorted(union, p_keys)] = p
+    wide_q[np.searchsorted(union, q_keys)] = q
+    return union, wide_p, wide_q

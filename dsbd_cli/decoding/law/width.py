@@ -1,12 +1,9 @@
-"""The dynamic width: how many draws a layer is worth, from p and q alone (design.md section 4). numpy only.
+"""The dynamic width: how many draws a layer is worth, from p and q alone (docs/design.md section 4). numpy only.
 
 A width that is a function of (p, q) and never of the draws keeps every slot an exact draw of p.
 """
 
 from __future__ import annotations
-
-from collections.abc import Callable
-from typing import Protocol
 
 import numpy as np
 
@@ -16,57 +13,40 @@ from dsbd_cli.decoding.law.distribution import residual
 _ROUNDING = 1e-12
 
 
-class WidthRule(Protocol):
-    """Chooses W_L of one layer. `bounds` is (min_width, width)."""
-
-    def for_draws(self, p: np.ndarray, q: np.ndarray, draws: int) -> int:
-        """Width for the `paper` and `continue` rules: p, q aligned [n], `draws` = W_S."""
-
-    def for_cover(self, inside: Callable[[], float]) -> int:
-        """Width for the `cover` rule: `inside()` is p's mass on the forest or on finished sequences."""
-
-
-class FixedWidth:
-    """The paper's fixed-width scheme: W in every layer, so the output process is beam sampling."""
-
-    def __init__(self, width: int) -> None:
-        self.width = width
-
-    def for_draws(self, p: np.ndarray, q: np.ndarray, draws: int) -> int:
-        return self.width
-
-    def for_cover(self, inside: Callable[[], float]) -> int:
-        return self.width
-
-
 class ThresholdWidth:
-    """The paper's dynamic width: the largest width reached with probability at least `threshold`."""
+    """The paper's dynamic width: the largest width reached with probability at least `threshold`.
+
+    Args:
+        width, min_width: W and the least W_L, 1 <= min_width <= width.
+        threshold: t in (0, 1].
+    """
 
     def __init__(self, width: int, min_width: int, threshold: float) -> None:
         self.width, self.min_width = width, min_width
         self._slack = 1 - threshold + _ROUNDING
 
     def for_draws(self, p: np.ndarray, q: np.ndarray, draws: int) -> int:
+        """W_L for `paper` and `continue`: p, q aligned [n], `draws` = W_S."""
         # P(W_S, k) for k = 0..W_S: 1 - sum_{k<K} P is the probability of at least K accepts.
         below = np.cumsum(accept_counts(acceptances(p, q, draws)))
         reach = [k for k in range(1, min(self.width, draws) + 1) if below[k - 1] <= self._slack]
         return max([self.min_width, *reach])
 
-    def for_cover(self, inside: Callable[[], float]) -> int:
-        mass = inside()
+    def for_cover(self, mass: float) -> int:
+        """W_L for `cover`: `mass` is p's mass on the forest's layer or on finished sequences."""
         reach = [k for k in range(1, self.width + 1) if 1 - mass**k <= self._slack]
         return max([self.min_width, *reach])
 
 
-def width_rule(width: int, min_width: int, threshold: float | None) -> WidthRule:
-    """The rule that these settings name; W_min = W is the fixed width too."""
+def width_rule(width: int, min_width: int, threshold: float | None) -> ThresholdWidth | None:
+    """The rule that these settings name; None: W in every layer, so the output process is beam sampling."""
     if threshold is None or min_width == width:
-        return FixedWidth(width)
+        return None
     return ThresholdWidth(width, min_width, threshold)
 
 
 def acceptances(p: np.ndarray, q: np.ndarray, draws: int) -> np.ndarray:
-    """alpha_j, j = 1..draws: the sampler that a draw is accepted after j - 1 rejections in a row.
+    """alpha_j, j = 1..draws: the probability that a draw is accepted after j - 1 rejections in a row.
 
     `alpha_j = sum min(p_j, q)`, `p_1 = p`, `p_{j+1} = norm(max(p_j - q, 0))`; q, restricted to live
     parents and not renormalised, is subtracted once a step.
@@ -82,7 +62,7 @@ def acceptances(p: np.ndarray, q: np.ndarray, draws: int) -> np.ndarray:
 def accept_counts(alphas: np.ndarray) -> np.ndarray:
     """P(m, k), k = 0..m, for m = len(alphas) draws: the law of the number of accepted draws.
 
-    `first(i) = alpha_i prod_{j<i}(1 - alpha_j)` is the sampler that the first accept is draw i; after
+    `first(i) = alpha_i prod_{j<i}(1 - alpha_j)` is the probability that the first accept is draw i; after
     an accept the chain starts again: `P(m, k) = sum_i first(i) P(m - i, k - 1)`.
     """
     m = len(alphas)

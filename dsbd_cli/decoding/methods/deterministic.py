@@ -11,7 +11,8 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from dsbd_cli.decoding.methods.run import Run
+from dsbd_cli.decoding.law.verification import Verified
+from dsbd_cli.decoding.methods.dsbd import Run
 from dsbd_cli.decoding.tree.events import Iteration, Layer
 from dsbd_cli.decoding.tree.sequences import Forest, Node
 
@@ -90,16 +91,18 @@ def beam_search(run: Run, early_stopping: str, length_penalty: float) -> Iterato
     state = BeamSearch(run, early_stopping, length_penalty)
     while not state.done:
         # The first layer's law is known from prefill: nothing to draft for.
-        forest = Forest() if run.known() else run.propose()
+        forest = Forest() if run.logits_known() else run.propose()
         run.advance(forest)
         for depth in range(len(forest.layers) + 1):
             state.step()
             running = state.running
-            drafted = depth < len(forest.layers)
-            verdicts = tuple(run.target.has_logits(node) for node in running) if drafted else ()
-            yield run.commit_covered(running, verdicts, depth if drafted else None)
+            verified = None
+            if depth < len(forest.layers):
+                verdicts = tuple(run.target.has_logits(node) for node in running)
+                verified = Verified((), verdicts, all(verdicts))
+            yield run.commit(running, verified, depth)
             run.hypotheses.pool = [node for node, _ in state._finished]
-            if state.done or not run.known():
+            if state.done or not run.logits_known():
                 break
         yield from run.finish_iteration(forest)
     run.hypotheses.active = [] if state._finished else run.hypotheses.active

@@ -1,73 +1,207 @@
-"""Dynamic-width speculative beam decoding: draft a forest, verify it layer by layer (design.md section 3).
+"""Dynamic-width speculative beam decoding: draft a forest, verify it layer by layer (docs/design.md section 3).
 
-One iteration is: the proposer drafts up to gamma layers on the live beams; ONE target call computes
-the conditionals of every node; then layers are committed for as long as their law is known. Beam
-sampling is this loop without a forest, speculative sampling is it with one beam and one draw.
+One iteration is: the proposer drafts up to gamma layers below the live beams; ONE target call computes
+the logits of every node; then layers are committed for as long as their target logits are known. Beam
+sampling is this loop without a forest, speculative sampling is it with one beam and one draw a layer.
+
+The rules themselves are in `law/verification.py`; where an engine runs whole iterations on the device
+(`device/pipeline.py`), it decides what this page decides, from the same random numbers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from functools import partial
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from dsbd_cli.decoding.law.distribution import Support
-from dsbd_cli.decoding.law.verification import align, verify_draws
-from dsbd_cli.decoding.methods.chained import chained
-from dsbd_cli.decoding.methods.run import Run
+from dsbd_cli.decoding.law.verification import Verified, accept_draws, align, cover, keys
+from dsbd_cli.decoding.law.width import ThresholdWidth
+from dsbd_cli.decoding.methods.proposers import DraftLength, Proposer
+from dsbd_cli.decoding.model.protocol import Engine, TreeModel
 from dsbd_cli.decoding.tree.events import Iteration, Layer
-from dsbd_cli.decoding.tree.sequences import DraftLayer, Forest
+from dsbd_cli.decoding.tree.request import Request
+from dsbd_cli.decoding.tree.sequences import DraftLayer, Forest, Node
+
+
+@dataclass(kw_only=True)
+class Run(Request):
+    """A request and what serves it.
+
+    Attributes:
+        target: prefilled target model.
+        dynamic_width: the rule for W_L, or None for W in every layer.
+        proposer: where forests come from, or None for plain decoding.
+        kv_one: the memory-constrained mode.
+        keep_answer: leave the best finished sequence in the caches, for a prompt that goes on from it.
+        draft_length: how many layers are worth drafting, or None for always gamma.
+        engine: runs `cover` iterations on the device, verification included, or None.
+    """
+
+    target: TreeModel
+    dynamic_width: ThresholdWidth | None = None
+    proposer: Proposer | None = None
+    kv_one: bool = False
+    keep_answer: bool = False
+    draft_length: DraftLength | None = None
+    engine: Engine | None = None
+    _layers: list[Layer] = field(default_factory=list)
+
+    def propose(self) -> Forest:
+        """The iteration's forest: at most gamma layers, and none that the budget leaves no room for."""
+        depth = self._depth()
+        if self.proposer is None or depth <= 0:
+            return Forest()
+        if self.draft_length is not None:
+            depth = self.draft_length.depth(depth)
+        return self.proposer.propose(self.hypotheses.active, depth)
+
+    def _depth(self) -> int:
+        """Layers to draft: the last one of a sequence is drawn from logits already there, so budget less one."""
+        return min(self.gamma, self.trie.budget - self.hypotheses.active[0].depth - 1)
+
+    def launch_ahead(self, verify: str) -> None:
+        """Launch what the next iteration of `dsbd` needs, where a device can work on its own.
+
+        Text, panels and whatever else is made of this iteration's events then cost no time.
+        """
+        if self.hypotheses.stopped() or (verify == "cover" and self.logits_known()):
+            return
+        if self.engine is not None:
+            self.engine.begin([self])
+        elif self.proposer is not None and self._depth() > 0:
+            self.proposer.begin(self.hypotheses.active, self._depth())
+        else:
+            self.target.begin(self.hypotheses.active)
+
+    def advance(self, forest: Forest) -> None:
+        """The one target call of an iteration: the beams not computed yet, and the whole forest."""
+        if not forest.computed:
+            self.target.forward([*self.hypotheses.active, *forest.unfinished()])
+
+    def p_beam(self) -> Support:
+        """The target distribution of the next layer, over active set x vocabulary (all their logits are known)."""
+        active = self.hypotheses.active
+        return self.target.joint(active, [node.score for node in active], self.processor)
+
+    def logits_known(self) -> bool:
+        """Whether the target distribution of the next layer is known without another target call."""
+        return all(self.target.has_logits(node) for node in self.hypotheses.active)
+
+    def node(self, support: Support, index: int) -> Node:
+        """The sequence that continuation `index` of `p_beam` stands for, with its score."""
+        parent = self.hypotheses.active[support.parent[index]]
+        node = self.trie.child(parent, int(support.token[index]))
+        node.score = parent.score + float(support.logp[index])
+        return node
+
+    def commit(
+        self, draws: Sequence[Node], verified: Verified | None = None, drafted: int | None = None
+    ) -> Layer:
+        """Make `draws` the next layer, and test the stop rules through `hypotheses`.
+
+        Args:
+            verified: what verification made of the forest's layer; None where there was none to test.
+            drafted: place of that layer in the forest.
+        """
+        for node in self.hypotheses.active:
+            node.children = {}  # nothing asks below a parent again; lets dead branches go
+        distinct = self.hypotheses.commit(draws)
+        layer = Layer(tuple(draws), distinct)
+        if verified is not None:
+            verdicts = verified.verdicts
+            layer = Layer(
+                tuple(draws), distinct, len(verdicts), sum(verdicts), verdicts, drafted, verified.passed
+            )
+        self._layers.append(layer)
+        return layer
+
+    def sample_layer(self, width: int) -> Layer:
+        """`width` iid draws of `p_beam`: the layer of plain beam sampling."""
+        support = self.p_beam()
+        return self.commit([self.node(support, i) for i in self.sampler.sample(support.prob, width)])
+
+    def finish_iteration(
+        self, forest: Forest, ahead: str | None = None, by: Engine | None = None
+    ) -> Iterator[Iteration]:
+        """Close an iteration: drop what is dead from the caches, and report.
+
+        Args:
+            ahead: the rule by which `dsbd` goes on, if it does: the next iteration is launched first.
+            by: the engine that ran the iteration; it frees its caches itself.
+        """
+        if self.kv_one:
+            self.hypotheses.keep_best_active()
+        active = self.hypotheses.active
+        event = Iteration(tuple(active), forest, tuple(self._layers))
+        if self.draft_length is not None and forest.layers:
+            self.draft_length.learn([layer.passed for layer in self._layers[: len(forest.layers)]])
+        self._layers.clear()
+        best = self.hypotheses.best_finished() if self.keep_answer else None
+        leaves = active if best is None else [*active, best]
+        for cache in (self.target, self.proposer) if by is None else (by,):
+            if cache is not None:
+                cache.retain(leaves)
+        if ahead is not None:
+            self.launch_ahead(ahead)
+        yield event
 
 
 def dsbd(run: Run, verify: str) -> Iterator[Layer | Iteration]:
     """Decode until the stop rules hold; `verify` is `paper`, `continue` or `cover`."""
-    rule = cover_layers if verify == "cover" else draw_layers
-    chain = run.chain
+    engine = run.engine
     while not run.hypotheses.stopped():
-        if chain is not None and (chain.flying or chain.begin(run.hypotheses.active)):
-            yield from chained(run, chain)
+        if engine is not None and engine.begin([run]):
+            yield from _engine_iteration(run, engine)
             continue
-        # Slots that come straight from p need no forest where p is known already (behind the prompt).
-        forest = Forest() if verify == "cover" and run.known() else run.propose()
+        # With `cover` the first layer behind the prompt is sampled directly: its target logits are there
+        # already, so drafting for it would be wasted.
+        forest = Forest() if verify == "cover" and run.logits_known() else run.propose()
         run.advance(forest)
-        yield from rule(run, forest, verify)
+        yield from cover_layers(run, forest) if verify == "cover" else accept_layers(run, forest, verify)
         yield from run.finish_iteration(forest, verify)
 
 
-def draw_layers(run: Run, forest: Forest, verify: str) -> Iterator[Layer]:
+def _engine_iteration(run: Run, engine: Engine) -> Iterator[Layer | Iteration]:
+    """One iteration of `cover` that the device drafted and verified, from the random numbers of `cover_layers`."""
+    layers: list[Layer] = []
+
+    def commit(_: Request, draws: list[Node], held: list[bool] | None) -> bool:
+        verified = None
+        if held is not None:
+            # A finished sequence needs no node of the forest.
+            verdicts = tuple(node.finish is not None or one for node, one in zip(draws, held, strict=True))
+            verified = Verified((), verdicts, all(verdicts))
+        layers.append(run.commit(draws, verified, len(layers)))
+        return not run.hypotheses.stopped()
+
+    (forest,) = engine.step([run], commit)
+    yield from layers
+    yield from run.finish_iteration(forest, by=engine)
+
+
+def accept_layers(run: Run, forest: Forest, verify: str) -> Iterator[Layer]:
     """`paper` and `continue`: accept or reject the forest's draws, layer by layer."""
     for depth, drafted in enumerate(forest.layers):
         layer = verify_layer(run, drafted, depth)
         yield layer
-        # A filled slot ends the iteration under `paper`; under `continue` it may be a known node too.
-        if run.hypotheses.stopped() or not run.known() or not (layer.passed or verify == "continue"):
+        # A draw that was filled up ends the iteration under `paper`; under `continue` it may be in the forest.
+        if run.hypotheses.stopped() or not run.logits_known() or not (layer.passed or verify == "continue"):
             return
-    yield run.draw_layer(run.width)
+    yield run.sample_layer(run.width)
 
 
 def verify_layer(run: Run, drafted: DraftLayer, depth: int) -> Layer:
-    """Commit W_L slots by testing the draws of one drafted layer against the target's joint."""
+    """Commit W_L draws by testing those of one drafted layer against the target distribution."""
     support = run.p_beam()
-    keys, p, q, draws = _aligned(run, support, drafted)
-    width = run.widths.for_draws(p, q, len(drafted.draws))
-    result = verify_draws(p, q, draws, width, run.sampler)
-    # A slot has mass under p, so its key is one of the support's own (ascending) keys.
-    own = np.searchsorted(_keys(support.parent, support.token), keys[list(result.draws)])
-    slots = [run.node(support, int(i)) for i in own]
-    return run.commit(
-        slots,
-        examined=len(result.verdicts),
-        accepted=result.accepted,
-        verdicts=result.verdicts,
-        drafted=depth,
-        passed=result.passed,
-    )
-
-
-def _keys(parent: np.ndarray, token: np.ndarray) -> np.ndarray:
-    """One int64 a continuation, ascending in (parent, token); token ids fit in 32 bits."""
-    return (parent.astype(np.int64) << 32) | token.astype(np.int64)
+    union, p, q, draws = _aligned(run, support, drafted)
+    rule = run.dynamic_width
+    width = run.width if rule is None else rule.for_draws(p, q, len(drafted.draws))
+    verified = accept_draws(p, q, draws, width, run.sampler)
+    # A draw has mass under p, so its key is one of the support's own (ascending) keys.
+    own = np.searchsorted(keys(support.parent, support.token), union[list(verified.draws)])
+    return run.commit([run.node(support, int(i)) for i in own], verified, depth)
 
 
 def _aligned(
@@ -79,38 +213,42 @@ def _aligned(
     new = np.array([place.get(node, -1) for node in drafted.parents], dtype=np.int64)
     parent = new[drafted.support.parent]
     alive = parent >= 0
-    keys, p, q = align(
-        _keys(support.parent, support.token),
+    union, p, q = align(
+        keys(support.parent, support.token),
         support.prob,
-        _keys(parent[alive], drafted.support.token[alive]),
+        keys(parent[alive], drafted.support.token[alive]),
         drafted.support.prob[alive],
     )
     draws = []
     for node in drafted.draws:
         where = place.get(node.parent, -1) if node.parent is not None else -1
         key = (where << 32) | node.token
-        draws.append(int(np.searchsorted(keys, key)) if where >= 0 else -1)
-    return keys, p, q, draws
+        draws.append(int(np.searchsorted(union, key)) if where >= 0 else -1)
+    return union, p, q, draws
 
 
-def cover_layers(run: Run, forest: Forest, verify: str = "cover") -> Iterator[Layer]:
-    """`cover`: draw the slots straight from p, and go on while every live one lies in the forest.
+def cover_layers(run: Run, forest: Forest) -> Iterator[Layer]:
+    """`cover`: sample each layer from the target, and go on while the forest holds every live draw.
 
     Without a forest this is one layer of beam sampling, from the same random numbers.
     """
     for depth, drafted in enumerate(forest.layers):
-        support = run.p_beam()
-        width = run.widths.for_cover(partial(_mass_inside, run, support, drafted))
-        slots = [run.node(support, i) for i in run.sampler.sample(support.prob, width)]
-        # A finished sequence needs no node of the forest.
-        verdicts = tuple(node.finish is not None or run.target.has_logits(node) for node in slots)
-        yield run.commit_covered(slots, verdicts, depth)
-        if run.hypotheses.stopped() or not run.known():
+        support, rule = run.p_beam(), run.dynamic_width
+        width = run.width if rule is None else rule.for_cover(_mass_held(run, support, drafted))
+        nodes: list[Node] = []
+
+        def held(index: int, support: Support = support, nodes: list[Node] = nodes) -> bool:
+            nodes.append(run.node(support, index))
+            # A finished sequence needs no node of the forest.
+            return nodes[-1].finish is not None or run.target.has_logits(nodes[-1])
+
+        yield run.commit(nodes, cover(support.prob, width, held, run.sampler), depth)
+        if run.hypotheses.stopped() or not run.logits_known():
             return
-    yield run.draw_layer(run.width)
+    yield run.sample_layer(run.width)
 
 
-def _mass_inside(run: Run, support: Support, drafted: DraftLayer) -> float:
+def _mass_held(run: Run, support: Support, drafted: DraftLayer) -> float:
     """p's mass on the continuations in the drafted layer, and on those that finish by EOS.
 
     One that a stop string would finish counts only if drafted: finding it costs a text each. None
@@ -119,5 +257,5 @@ def _mass_inside(run: Run, support: Support, drafted: DraftLayer) -> float:
     place = {node: i for i, node in enumerate(run.hypotheses.active)}
     held = [(place[node.parent] << 32) | node.token for node in drafted.draws if node.parent in place]
     ends = np.isin(support.token, list(run.trie.eos_ids))
-    inside = ends | np.isin(_keys(support.parent, support.token), held)
+    inside = ends | np.isin(keys(support.parent, support.token), held)
     return float(support.prob[inside].sum())

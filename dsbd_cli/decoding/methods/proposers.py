@@ -1,12 +1,20 @@
-"""Draft forests and what proposes them (design.md section 2)."""
+"""What proposes forests, and how deep they are worth drafting (docs/design.md section 2)."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 from dsbd_cli.decoding.law.distribution import LogitsProcessor, Sampler, most_probable
-from dsbd_cli.decoding.model.protocol import TreeModel
+from dsbd_cli.decoding.model.protocol import TreeModel, draft_room
 from dsbd_cli.decoding.tree.sequences import DraftLayer, Forest, Node, Trie
+
+# What is believed of a layer before any was tried. Measured: more costs short answers a third of their speed.
+_PRIOR = 0.65
+# Weight of the newest observation: the last five or so decide.
+_RATE = 0.2
+# A depth that was not tried comes to be believed as good as the one above it: else it is never tried again.
+_FORGETTING = 0.05
 
 
 class Proposer(Protocol):
@@ -14,11 +22,21 @@ class Proposer(Protocol):
 
     exhausted: bool  # the proposer can't go on (out of context): decoding goes on plain, same law
 
+    def begin(self, beams: list[Node], depth: int) -> None:
+        """Launch what `propose` will be asked for next, where a device can work on its own."""
+
     def propose(self, beams: list[Node], depth: int) -> Forest:
         """A forest of at most `depth` layers on the unfinished `beams` (their `score` is known)."""
 
     def retain(self, leaves: list[Node]) -> None:
         """The iteration is over: only `leaves` and their ancestors matter from now on."""
+
+
+class CapturedProposer(Protocol):
+    """A proposer on a device (`device.proposer`), which has no place for every iteration."""
+
+    def falling_back_to(self, host: Proposer) -> Proposer:
+        """This one, with the proposer that it asks where it has no place."""
 
 
 class DraftModelProposer:
@@ -41,6 +59,9 @@ class DraftModelProposer:
         self._draft, self._trie, self._processor = draft, trie, processor
         self._width, self._sampler, self._distinct, self._mass = width, sampler, distinct, mass
         self.exhausted = False
+
+    def begin(self, beams: list[Node], depth: int) -> None:
+        """Nothing: the host draws every layer before the next one can be computed."""
 
     def propose(self, beams: list[Node], depth: int) -> Forest:
         layers: list[DraftLayer] = []
@@ -70,6 +91,46 @@ class DraftModelProposer:
         self._draft.retain(leaves)
 
 
-def draft_room(draft: TreeModel, beams: list[Node]) -> int:
-    """How many layers the draft's context still allows: layer j forwards nodes of depth beams + j - 1."""
-    return 1 << 30 if draft.max_depth is None else draft.max_depth - beams[0].depth + 1
+class DraftLength:
+    """How many layers are worth drafting: as many as the recent past says will be used. No clocks.
+
+    Where a forward costs about the same for any number of nodes (a GPU), a layer too many costs little.
+    On a CPU it costs a draft forward and its nodes' share of the target's, and prompts differ: on some
+    the draft is right four layers deep, on others hardly once.
+
+    Exactness: the depth is chosen before an iteration's draft, from the layers that earlier iterations
+    passed; that is a function of the past, and given the past every layer is drawn from its own
+    distribution whatever is drafted below it (docs/design.md section 3). Costs are fixed numbers of the
+    pair, not times measured in this run, so one seed gives one text on any machine.
+
+    Args:
+        cost: of one more drafted layer, draft forward and nodes, in target calls; above 0.
+    """
+
+    def __init__(self, cost: float) -> None:
+        self._cost = cost
+        # Probability that layer i passes if those above it did.
+        self._passes: list[float] = []
+
+    def depth(self, most: int) -> int:
+        """The depth, 1 to `most` (at least 1), that promises most layers for what it costs."""
+        self._passes += [_PRIOR] * (most - len(self._passes))
+        best, chosen = 0.0, 1
+        reached, layers = 1.0, 1.0  # a call yields one layer whatever is drafted
+        for depth in range(1, most + 1):
+            reached *= self._passes[depth - 1]
+            layers += reached
+            worth = layers / (1 + self._cost * depth)
+            if worth > best:
+                best, chosen = worth, depth
+        return chosen
+
+    def learn(self, passed: Sequence[bool]) -> None:
+        """What became of an iteration's drafted layers that were verified, from the first on."""
+        tried = 0
+        for tried, good in enumerate(passed, 1):
+            self._passes[tried - 1] += _RATE * (float(good) - self._passes[tried - 1])
+            if not good:
+                break
+        for i in range(max(1, tried), len(self._passes)):
+            self._passes[i] += _FORGETTING * (self._passes[i - 1] - self._passes[i])

@@ -10,10 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from dsbd_cli.decoding.law.distribution import LogitsProcessor, Sampler
-from dsbd_cli.decoding.methods.dsbd import verify_layer
-from dsbd_cli.decoding.methods.proposers import draft_room
-from dsbd_cli.decoding.methods.run import Run
-from dsbd_cli.decoding.model.protocol import TreeModel
+from dsbd_cli.decoding.methods.dsbd import Run, verify_layer
+from dsbd_cli.decoding.model.protocol import TreeModel, draft_room
 from dsbd_cli.decoding.tree.events import Iteration, Layer
 from dsbd_cli.decoding.tree.sequences import DraftLayer, Forest, Node, Trie
 
@@ -35,6 +33,9 @@ class TreeProposer:
         self._draft, self._trie, self._processor = draft, trie, processor
         self._expansion, self._sampler = expansion, sampler
         self.exhausted = False
+
+    def begin(self, beams: list[Node], depth: int) -> None:
+        """Nothing: the host draws every level before the next one can be computed."""
 
     def propose(self, beams: list[Node], depth: int) -> Forest:
         layers: list[DraftLayer] = []
@@ -78,4 +79,4 @@ def _descend(run: Run, forest: Forest) -> Iterator[Layer]:
         if run.hypotheses.stopped() or not layer.passed:
             return
         depth += 1
-    yield run.draw_layer(1)
+    yield run.sample_layer(1)

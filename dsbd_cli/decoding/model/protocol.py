@@ -1,19 +1,25 @@
-"""What the methods need of a model: conditionals of nodes of one tree. Served by `runner` (real
-weights) and, in tests, by a table with an exactly known law."""
+"""What the methods need of a model, and of an engine that runs whole iterations on a device.
+
+A model gives the conditionals of nodes of one tree; `hf_model` serves it with real weights, tests with a
+table of exactly known distributions. An engine is `device.pipeline.Pipeline`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Protocol
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import numpy as np
 
+from dsbd_cli.decoding.cache.tree_cache import TreeCache
 from dsbd_cli.decoding.law.distribution import LogitsProcessor, Support
-from dsbd_cli.decoding.tree.sequences import Node
+from dsbd_cli.decoding.tree.request import Request
+from dsbd_cli.decoding.tree.sequences import Forest, Node
 
 
 class TreeModel(Protocol):
-    """One model over one tree of nodes (design.md section 5).
+    """One model over one tree of nodes (docs/design.md section 5).
 
     Attributes:
         calls: forwards so far, prefill left out.
@@ -25,11 +31,18 @@ class TreeModel(Protocol):
     def max_depth(self) -> int | None:
         """Depth of the deepest node that the context limit leaves room for behind the prompt, or None."""
 
+    def relative_cost(self, draft: Any) -> float | None:
+        """What one more drafted layer costs, in calls of this target; None where a forward costs about the same
+        whatever is in it."""
+
     def prefill(self, ids: Sequence[int], root: Node) -> None:
         """Start a new tree: compute the prompt; `root` stands for it and becomes known."""
 
     def forward(self, nodes: Iterable[Node]) -> None:
         """One forward over those of `nodes`, and of their ancestors, that are not known yet."""
+
+    def begin(self, nodes: Iterable[Node]) -> None:
+        """Launch what `forward` will be asked for next, where a device can work on its own."""
 
     def has_logits(self, node: Node) -> bool:
         """Whether `joint` can be asked with this node as a parent."""
@@ -40,6 +53,72 @@ class TreeModel(Protocol):
     def best(self, node: Node, count: int) -> tuple[np.ndarray, np.ndarray]:
         """The `count` most probable tokens of a known node (or all there are), best first, and
         their raw float32 log-probabilities; ties go to the lower id."""
+
+    def retain(self, leaves: Iterable[Node]) -> None:
+        """Forget every node that is neither one of `leaves` nor an ancestor of one."""
+
+
+@dataclass(frozen=True)
+class Side:
+    """What a captured iteration needs of one model.
+
+    Attributes:
+        forward: its forward (`hf.HfForward` and its like).
+        pool: its tree.
+        vocab: columns of its head that count.
+        top_n: entries that are kept of a row of logits, at most those.
+    """
+
+    forward: Any
+    pool: TreeCache
+    vocab: int
+    top_n: int
+
+
+def draft_room(draft: TreeModel, beams: list[Node]) -> int:
+    """How many layers the draft's context still allows: layer j forwards nodes of depth beams + j - 1."""
+    return 1 << 30 if draft.max_depth is None else draft.max_depth - beams[0].depth + 1
+
+
+@dataclass(frozen=True)
+class Demand:
+    """What a method asks of an engine: the sizes of every request, and what is drawn from.
+
+    Attributes:
+        width, draft_width, gamma: W, W_S and gamma; gamma 0 where nothing is drafted.
+        processor: T of the target.
+        draft_processor: T of the draft, or None: the forest holds its most probable continuations.
+        why_not_pipelined: why this method cannot run ahead of the host; empty where it can (`cover` with a
+            fixed width and all beams, and plain sampling).
+        why_not_captured: why its forests cannot be drafted in a captured iteration; empty where they can.
+    """
+
+    width: int
+    draft_width: int
+    gamma: int
+    processor: LogitsProcessor
+    draft_processor: LogitsProcessor | None = None
+    why_not_pipelined: str = ""
+    why_not_captured: str = ""
+
+
+# Takes a request, a layer's draws and whether the forest holds each (None: no drafted layer beside it);
+# whether the request goes on.
+Commit = Callable[[Request, list[Node], "list[bool] | None"], bool]
+
+
+class Engine(Protocol):
+    """Runs whole iterations of R requests on a device, verification included (docs/design.md section 3)."""
+
+    @property
+    def in_flight(self) -> bool:
+        """Whether an iteration is in flight, so that `step` may be called."""
+
+    def begin(self, requests: Sequence[Request]) -> bool:
+        """Launch a first iteration from the requests' active sets; whether one is in flight now."""
+
+    def step(self, requests: Sequence[Request], commit: Commit) -> list[Forest]:
+        """Wait for the iteration in flight, commit its layers, launch what follows; the forests it drafted."""
 
     def retain(self, leaves: Iterable[Node]) -> None:
         """Forget every node that is neither one of `leaves` nor an ancestor of one."""

@@ -10,7 +10,7 @@ from dsbd_cli.decoding.tree.sequences import Hypotheses, Trie
 
 @dataclass
 class Request:
-    """A prompt, its settings, its sequences and its random numbers (design.md section 10).
+    """A prompt, its settings, its sequences and its random numbers (docs/design.md section 10).
 
     Models and engines serve many of these at a time; none of them keeps anything of a request but
     what it has computed for the nodes of its trie.

@@ -1,6 +1,6 @@
 """What is generated: the trie of sequences, the hypotheses among them, and drafted forests. No model here.
 
-A sequence IS a node of the trie, so equal draws merge by identity (design.md sections 1 and 2).
+A sequence IS a node of the trie, so equal draws merge by identity (docs/design.md sections 1 and 2).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ class Node:
         token: last token id; -1 for the root, which stands for the whole prompt.
         parent: the sequence without its last token; None for the root.
         depth: number of generated tokens; 0 for the root.
-        score: `l(x)`, the sum of the target's raw log-probabilities (design.md section 1), set
+        score: `l(x)`, the sum of the target's raw log-probabilities (docs/design.md section 1), set
             once the target has drawn this node; nan while only a draft has proposed it.
         finish: None while unfinished, else `eos`, `stop` or `length`.
     """

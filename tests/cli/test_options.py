@@ -1,4 +1,4 @@
-"""Field cases about options, prompts and presets (G10 to G12, G17, G18, G22, G24, G26)."""
+"""Options, prompts, templates and presets through the whole tool: what is taken, and what is one line and exit 2."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def rand_pair(models: Models) -> list[str]:
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_g10_temperature_0_is_greedy_for_every_method(
+def test_temperature_0_is_greedy_for_every_method(
     dsbd: Call, rand_pair: list[str], method: str, tmp_path: Path
 ) -> None:
     preset = tmp_path / "warm.yaml"
@@ -59,7 +59,7 @@ def test_g10_temperature_0_is_greedy_for_every_method(
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_g11_the_best_token_always_survives(dsbd: Call, rand_pair: list[str], method: str) -> None:
+def test_the_best_token_always_survives(dsbd: Call, rand_pair: list[str], method: str) -> None:
     def ids(*options: str) -> list[int]:
         ran = dsbd("generate", "hello", *rand_pair, "--method", method, "--max-new-tokens", "10", "--seed", "3",
                    "--json", *options)  # fmt: skip
@@ -155,7 +155,7 @@ def test_wrong_options_are_one_line_and_exit_2(
         ([], "héllo 🙂\n".encode(), "héllo 🙂"),
     ],
 )
-def test_g12_how_a_prompt_arrives(
+def test_how_a_prompt_arrives(
     dsbd: Call, rand_pair: list[str], arguments: list[str], stdin: bytes, said: str
 ) -> None:
     options = ["--max-new-tokens", "1", "--show-tokens"]
@@ -178,7 +178,7 @@ def builders_ids(text: str) -> list[int]:
 
 
 @pytest.mark.parametrize(("arguments", "stdin"), [([""], b""), ([], b""), ([], b"\n"), (["-"], b"")])
-def test_g12_an_empty_prompt_starts_from_bos(
+def test_an_empty_prompt_starts_from_bos(
     dsbd: Call, models: Models, tmp_path: Path, arguments: list[str], stdin: bytes
 ) -> None:
     target = models("says", "A")
@@ -193,7 +193,7 @@ def test_g12_an_empty_prompt_starts_from_bos(
     dsbd("generate", *pair(str(without)), *arguments, stdin=stdin).refused("empty", "BOS")
 
 
-def test_g12_prompts_that_are_not_text(dsbd: Call, rand_pair: list[str]) -> None:
+def test_prompts_that_are_not_text(dsbd: Call, rand_pair: list[str]) -> None:
     dsbd("generate", *rand_pair, stdin=b"caf\xe9").refused("UTF-8", "byte 3")
     dsbd("generate", *rand_pair, "caf\udce9").refused("UTF-8")
 
@@ -211,9 +211,7 @@ def template_model(models: Models, folder: Path, template: str | None) -> str:
 
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("mode", [[], ["--raw"]])
-def test_g17_exactly_one_bos(
-    dsbd: Call, models: Models, tmp_path: Path, method: str, mode: list[str]
-) -> None:
+def test_exactly_one_bos(dsbd: Call, models: Models, tmp_path: Path, method: str, mode: list[str]) -> None:
     template = "{{ bos_token }}{% for m in messages %}{{ m.content }}{% endfor %}"
     target = template_model(models, tmp_path / "t", template)
     for prompt in ("hi", "<s>hi"):
@@ -224,7 +222,7 @@ def test_g17_exactly_one_bos(
         assert f"prompt tokens: 0 {' '.join(map(str, builders_ids(text)))}\n" in ran.err
 
 
-def test_g18_templates_that_are_missing_refuse_or_break(dsbd: Call, models: Models, tmp_path: Path) -> None:
+def test_templates_that_are_missing_refuse_or_break(dsbd: Call, models: Models, tmp_path: Path) -> None:
     said = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
     picky = (
         "{% if messages[0].role == 'system' %}{{ raise_exception('no system role here') }}{% endif %}" + said
@@ -249,7 +247,7 @@ def test_g18_templates_that_are_missing_refuse_or_break(dsbd: Call, models: Mode
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_g22_target_and_draft_in_different_dtypes(
+def test_target_and_draft_in_different_dtypes(
     dsbd: Call, models: Models, tmp_path: Path, method: str
 ) -> None:
     preset = tmp_path / "mixed.yaml"
@@ -266,7 +264,7 @@ HOSTILE = "a [/INST] list[int] [red]x[/red] :smile: \x1b[2J" + "w" * 300
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_g24_the_models_words_are_left_alone(
+def test_the_models_words_are_left_alone(
     dsbd: Call, models: Models, monkeypatch: pytest.MonkeyPatch, method: str
 ) -> None:
     target = models("says", HOSTILE)
@@ -278,7 +276,7 @@ def test_g24_the_models_words_are_left_alone(
         assert lines.out.count(b"\n") == 2
 
 
-def test_g24_names_of_files_are_no_markup_either(dsbd: Call, tmp_path: Path) -> None:
+def test_names_of_files_are_no_markup_either(dsbd: Call, tmp_path: Path) -> None:
     preset = tmp_path / "[red]x[b].yaml"
     preset.write_text("widht: 4\n")
     dsbd("generate", "hi", "--preset", preset).refused("[red]x[b].yaml", "widht", "width")
@@ -306,7 +304,7 @@ def test_g24_names_of_files_are_no_markup_either(dsbd: Call, tmp_path: Path) -> 
         (b"seed: 1\nkv: &a all\nverify: *b\n", ["line 3"]),
     ],
 )  # fmt: skip
-def test_g26_presets_say_exactly_what_they_mean(
+def test_presets_say_exactly_what_they_mean(
     dsbd: Call, models: Models, tmp_path: Path, content: bytes, words: list[str]
 ) -> None:
     preset = tmp_path / "mine.yaml"
@@ -314,7 +312,7 @@ def test_g26_presets_say_exactly_what_they_mean(
     dsbd("generate", "hi", "--preset", preset, *pair(models("says", "A"))).refused("mine.yaml", *words)
 
 
-def test_g26_numbers_that_yaml_reads_as_texts(dsbd: Call, models: Models, tmp_path: Path) -> None:
+def test_numbers_that_yaml_reads_as_texts(dsbd: Call, models: Models, tmp_path: Path) -> None:
     preset = tmp_path / "mine.yaml"
     preset.write_bytes(b"\xef\xbb\xbftemperature: 1e-1\nwidth: 3\nmax_new_tokens: 5\n")
     got = dsbd("generate", "hi", "--preset", preset, *pair(models("says", "A")), "--json").json

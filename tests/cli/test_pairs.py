@@ -1,4 +1,4 @@
-"""Field cases about pairs of models, through the whole tool: G02 to G04 and G06, on every method."""
+"""Pairs of models through the whole tool, on every method: law, near ties, padded heads, windows."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def four_letters(folder: Path, rows: np.ndarray) -> str:
     ],
     ids=lambda given: "-".join(str(given[name]) for name in ("method", "tree", "verify") if name in given),
 )  # fmt: skip
-def test_g02_two_tokens_follow_the_targets_law(given: dict[str, Any], draft: str, tmp_path: Path) -> None:
+def test_two_tokens_follow_the_targets_law(given: dict[str, Any], draft: str, tmp_path: Path) -> None:
     rng, runs = np.random.default_rng(4), 1200
     p = rng.dirichlet(np.full(4, 0.7), size=4)
     q = 0.9 * p + 0.1 * rng.dirichlet(np.ones(4), size=4) if draft == "good" else p[:, ::-1].copy()
@@ -65,7 +65,7 @@ def test_g02_two_tokens_follow_the_targets_law(given: dict[str, Any], draft: str
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_g03_greedy_in_bfloat16_differs_at_near_ties_only(
+def test_greedy_in_bfloat16_differs_at_near_ties_only(
     dsbd: Call, models: Models, way: str, tmp_path: Path
 ) -> None:
     """The first other token is one whose logit is the best, or one unit of the last place below it."""
@@ -96,7 +96,7 @@ def test_g03_greedy_in_bfloat16_differs_at_near_ties_only(
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(("rows", "draft_rows"), [(320, 264), (264, 320), (320, 259), (259, 320)])
-def test_g04_padded_heads_of_different_size(
+def test_padded_heads_of_different_size(
     dsbd: Call, models: Models, way: str, rows: int, draft_rows: int
 ) -> None:
     command = pair(models("rand", vocab=rows), models("rand", vocab=draft_rows, seed=1))
@@ -111,9 +111,7 @@ def test_g04_padded_heads_of_different_size(
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("letters", [5, 40])
-def test_g06_a_window_is_crossed_or_refused_by_name(
-    dsbd: Call, models: Models, way: str, letters: int
-) -> None:
+def test_a_window_is_crossed_or_refused_by_name(dsbd: Call, models: Models, way: str, letters: int) -> None:
     options = {"sliding_window": 8, "initializer_range": 0.3}
     target, draft = models("rand", "mistral", **options), models("rand", "mistral", seed=1, **options)
     prompt = "abcdefghij" * 4
@@ -128,6 +126,6 @@ def test_g06_a_window_is_crossed_or_refused_by_name(
 
 def builders_ids(text: str) -> list[int]:
     """Byte tokens of an ASCII text."""
-    from tests.cli.test_field_options import builders_ids as ids
+    from tests.cli.test_options import builders_ids as ids
 
     return ids(text)

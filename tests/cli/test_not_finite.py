@@ -1,4 +1,4 @@
-"""Field case G09: numbers that are none never reach a choice; the run ends naming model, step and dtype."""
+"""Logits that are not finite never reach a choice; the run ends naming model, step and dtype."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def broken(folder: str, copy: Path, value: float, rows: slice) -> str:
 @pytest.mark.parametrize("temperature", ["0", "1"])
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize(("value", "rows"), [(float("inf"), slice(5, 6)), (float("nan"), slice(None))])
-def test_g09_a_target_without_numbers_stops_the_run(
+def test_a_target_without_numbers_stops_the_run(
     dsbd: Call, models: Models, tmp_path: Path, value: float, rows: slice, method: str, temperature: str
 ) -> None:
     good = models("rand", tie_word_embeddings=False)
@@ -44,7 +44,7 @@ def test_g09_a_target_without_numbers_stops_the_run(
 
 
 @pytest.mark.parametrize("method", ["speculative", "specinfer", "dsbd"])
-def test_g09_a_draft_without_numbers_is_not_silently_never_accepted(
+def test_a_draft_without_numbers_is_not_silently_never_accepted(
     dsbd: Call, models: Models, tmp_path: Path, method: str
 ) -> None:
     good = models("rand", tie_word_embeddings=False)

@@ -1,4 +1,4 @@
-"""Field cases about what is decoded: ends, stops, streams, limits (G01, G07, G08, G13 to G16)."""
+"""What is decoded, through the whole tool: ends, stops, streams, limits, on every way of decoding."""
 
 from __future__ import annotations
 
@@ -19,9 +19,7 @@ REPLY = "ok 🙂é 한 [x] a != b 'sword' end"
 
 
 @pytest.mark.parametrize("way", EVERY_WAY)
-def test_g01_nothing_follows_the_end_wherever_in_a_block_it_falls(
-    dsbd: Call, models: Models, way: str
-) -> None:
+def test_nothing_follows_the_end_wherever_in_a_block_it_falls(dsbd: Call, models: Models, way: str) -> None:
     for words in (["A"], ["A", "B"], ["A", "B", "C"], ["A", "B", "C", "D"]):
         ran = dsbd("generate", "x", *pair(models("says", *words)), *EVERY_WAY[way], "--max-new-tokens", "20",
                    "--json")  # fmt: skip
@@ -39,7 +37,7 @@ def test_g01_nothing_follows_the_end_wherever_in_a_block_it_falls(
 
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("kind", ["opt", "gpt2", "llama"])
-def test_g07_a_draft_with_less_context_falls_back_with_one_warning(
+def test_a_draft_with_less_context_falls_back_with_one_warning(
     dsbd: Call, models: Models, method: str, kind: str
 ) -> None:
     size = {"gpt2": "n_positions"}.get(kind, "max_position_embeddings")
@@ -65,7 +63,7 @@ def test_g07_a_draft_with_less_context_falls_back_with_one_warning(
 
 @pytest.mark.parametrize("method", ["beam", "dsbd"])
 @pytest.mark.parametrize("extra", [[], ["--verify", "paper"], ["--verify", "continue"], ["--deterministic"]])
-def test_g08_fewer_continuations_than_beams(
+def test_fewer_continuations_than_beams(
     dsbd: Call, models: Models, tmp_path: Path, method: str, extra: list[str]
 ) -> None:
     if method == "beam" and "--verify" in extra:
@@ -95,7 +93,7 @@ def test_g08_fewer_continuations_than_beams(
 
 
 @pytest.mark.parametrize("way", EVERY_WAY)
-def test_g13_a_prompt_that_leaves_no_room(dsbd: Call, models: Models, way: str) -> None:
+def test_a_prompt_that_leaves_no_room(dsbd: Call, models: Models, way: str) -> None:
     target = models("rand", max_position_embeddings=64)
     for letters in (30, 63, 64, 65, 500):
         for budget in (32, 64, 1000, 0):
@@ -116,7 +114,7 @@ def test_g13_a_prompt_that_leaves_no_room(dsbd: Call, models: Models, way: str) 
 
 
 @pytest.mark.parametrize("way", EVERY_WAY)
-def test_g14_streamed_bytes_are_those_of_one_shot(dsbd: Call, models: Models, way: str) -> None:
+def test_streamed_bytes_are_those_of_one_shot(dsbd: Call, models: Models, way: str) -> None:
     target = models("parrot", "hi", REPLY)
     command = ["generate", "hi", *pair(target), *EVERY_WAY[way], "--seed", "1"]
     streamed = dsbd(*command)
@@ -145,7 +143,7 @@ def test_g14_streamed_bytes_are_those_of_one_shot(dsbd: Call, models: Models, wa
         (["o"], ""),
     ],
 )
-def test_g15_stop_strings_across_token_borders(
+def test_stop_strings_across_token_borders(
     dsbd: Call, models: Models, way: str, stops: list[str], expected: str
 ) -> None:
     options = [part for stop in stops for part in ("--stop", stop)]
@@ -169,7 +167,7 @@ def builders_text(ids: list[int], reply: str) -> str:
     return reply[: len(ids)]
 
 
-def test_g15_an_empty_stop_is_refused(dsbd: Call, models: Models) -> None:
+def test_an_empty_stop_is_refused(dsbd: Call, models: Models) -> None:
     dsbd("generate", "q", *pair(models("says", "A")), "--stop", "").refused("stop")
 
 
@@ -185,7 +183,7 @@ def test_g15_an_empty_stop_is_refused(dsbd: Call, models: Models) -> None:
         ("generation_config.json", "absent", False),
     ],
 )
-def test_g16_every_end_token_counts(
+def test_every_end_token_counts(
     dsbd: Call, models: Models, tmp_path: Path, way: str, place: str, value: Any, ends: bool
 ) -> None:
     folder = tmp_path / "t"
@@ -207,7 +205,7 @@ def test_g16_every_end_token_counts(
 
 
 @pytest.mark.parametrize("way", EVERY_WAY)
-def test_g16_a_config_adds_to_the_tokenizers_own_end(
+def test_a_config_adds_to_the_tokenizers_own_end(
     dsbd: Call, models: Models, tmp_path: Path, way: str
 ) -> None:
     folder = tmp_path / "t"

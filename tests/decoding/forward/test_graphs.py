@@ -1,4 +1,4 @@
-"""Padding, buckets and packing of recorded forwards; on a CPU the same steps run unrecorded."""
+"""Padding, buckets and packing of captured forwards; on a CPU the same steps run uncaptured."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ import pytest
 import torch
 
 from dsbd_cli.decoding.cache.tree_cache import Plan
-from dsbd_cli.decoding.forward.graphs import NODE_BUCKETS, node_bucket, pad, seen_inside, slot_bucket, why_not
+from dsbd_cli.decoding.forward.capture import Captures, slot_bucket
+from dsbd_cli.decoding.forward.graphs import NODE_BUCKETS, node_bucket, pad, seen_inside, why_not
 from dsbd_cli.decoding.forward.logits import dense_joint
+from dsbd_cli.decoding.forward.outcomes import TooLarge
 from dsbd_cli.decoding.law.distribution import LogitsProcessor, Row, joint
 from dsbd_cli.decoding.model.hf_model import HfTreeModel
 from dsbd_cli.decoding.tree.sequences import Node
@@ -20,9 +22,9 @@ from tests.builders import VOCAB, rand
 def test_buckets_hold_what_they_are_for():
     for count in range(1, 65):
         bucket = node_bucket(count)
-        assert bucket is not None
         assert count <= bucket <= max(2, 2 * count - 1)
-    assert node_bucket(65) is None
+    with pytest.raises(TooLarge, match="65 nodes"):
+        node_bucket(65)
     sizes = {slot_bucket(used, 8192) for used in range(1, 8193)}
     assert sorted(sizes) == [256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192]
     assert all(used <= slot_bucket(used, 8192) <= max(256, 1.5 * used) for used in range(1, 8193))
@@ -36,7 +38,7 @@ def test_padding_keeps_the_plan_and_shows_padded_nodes_only_themselves(count):
     numbers = [list(range(base, base + count)) for base in (5, 100, 200, 300, 400)]
     plan = Plan(*numbers, inside, 512)
     size = node_bucket(count)
-    packed = pad(plan, size)
+    packed = torch.from_numpy(pad(plan, size))
     assert packed[:5, :count].tolist() == numbers
     assert not packed[:5, count:].any()
     assert set(packed[6].tolist()) == {512}
@@ -65,15 +67,19 @@ def test_replays_of_any_size_equal_plain_forwards(tmp_path):
                 assert np.abs(replayed[1] - plain[1]).max() < 1e-4
         for tree in trees:
             tree.retain([])
-    # One recording a bucket of nodes, however often it is used; 65 nodes have none.
-    recorded = trees[0]._graphs
-    assert recorded is not None
-    assert recorded.recordings == len(NODE_BUCKETS)
+    # One capture a bucket of nodes, however often it is used; 65 nodes have none, and that is no fault.
+    graphs = trees[0].graphs
+    assert graphs is not None
+    assert len(graphs.captures) == len(NODE_BUCKETS)
+    assert not trees[0].notes
+    assert trees[0].captured
     assert trees[0].calls == trees[1].calls
 
 
-def test_buffers_that_grow_are_recorded_anew(tmp_path, monkeypatch):
-    monkeypatch.setattr("dsbd_cli.decoding.model.hf_model._RECORDED_SIZES", (16, 4))
+def test_buffers_that_grow_are_captured_anew(tmp_path, monkeypatch):
+    made, capture = [], Captures._capture
+    monkeypatch.setattr(Captures, "_capture", lambda self, *given: (made.append(1), capture(self, *given))[1])
+    monkeypatch.setattr("dsbd_cli.decoding.model.hf_model._CAPTURED_SIZES", (16, 4))
     model = rand(tmp_path, initializer_range=0.3)
     tree, root = HfTreeModel(model, vocab_size=VOCAB, graphs=True), Node(-1, None)
     tree.prefill([1, 2, 3], root)
@@ -85,26 +91,54 @@ def test_buffers_that_grow_are_recorded_anew(tmp_path, monkeypatch):
     with torch.inference_mode():
         logits = model(torch.tensor([[1, 2, 3, *node.tokens()]])).logits[0]
     assert (tree.log_row(node) - torch.log_softmax(logits[-1], -1)).abs().max() < 1e-4
-    assert tree._graphs is not None
-    assert tree._graphs.recordings > 2
+    assert tree.graphs is not None
+    assert len(made) > 2
 
 
-def test_what_cannot_be_recorded_runs_as_it_is(tmp_path, monkeypatch):
-    def broken(self, packed, slots, size):
+def test_what_cannot_be_captured_runs_as_it_is(tmp_path, monkeypatch):
+    def broken(self, request, steps):
         raise RuntimeError("operation not permitted when stream is capturing\nmore")
 
-    monkeypatch.setattr("dsbd_cli.decoding.forward.graphs.GraphForward._record", broken)
+    monkeypatch.setattr(Captures, "_capture", broken)
     tree, root = HfTreeModel(rand(tmp_path), vocab_size=VOCAB, graphs=True), Node(-1, None)
     tree.prefill([1, 2, 3], root, top_n=2)
     node = Node(4, root)
     tree.forward([node])
     assert tree.has_logits(node)
     assert tree.notes == [
-        "target: no CUDA graphs, recording failed (operation not permitted when stream is capturing)"
+        "target: no CUDA graphs, capturing failed (operation not permitted when stream is capturing)"
     ]
 
 
-def test_positions_that_depend_on_the_length_are_not_recorded(tmp_path):
+@pytest.mark.parametrize("top_n", [0, 2])
+def test_a_device_short_of_memory_runs_as_it_is_until_the_next_prompt(tmp_path, monkeypatch, top_n):
+    capture, short = Captures._capture, [True]
+
+    def scarce(self, request, steps):
+        if short:
+            raise torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB\nmore")
+        return capture(self, request, steps)
+
+    monkeypatch.setattr(Captures, "_capture", scarce)
+    tree, root = HfTreeModel(rand(tmp_path), vocab_size=VOCAB, graphs=True), Node(-1, None)
+    note = "target: no CUDA graphs for now, no memory is left for them (CUDA out of memory. Tried to allocate 2 GiB)"
+    for _ in range(2):
+        tree.prefill([1, 2, 3], root, top_n=top_n)
+        assert tree.captured
+        node = Node(4, root)
+        tree.forward([node])
+        assert tree.has_logits(node)
+        assert not tree.captured
+    assert tree.notes == [note]
+    short.clear()
+    tree.prefill([1, 2, 3], root, top_n=top_n)
+    tree.forward([Node(4, root)])
+    assert tree.captured
+    assert tree.graphs is not None
+    assert len(tree.graphs.captures) == 1
+
+
+def test_positions_that_depend_on_the_length_are_not_captured(tmp_path):
     scaled = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
     assert "positions" in why_not(rand(tmp_path, rope_parameters=scaled))
     assert why_not(rand(tmp_path)) is None

@@ -1,4 +1,4 @@
-"""Field case G20 and its kind: local folders never ask the network, and a wrong name is told at once."""
+"""Local folders never ask the network, and a wrong name is told at once, through the whole tool."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def cut_off(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return asked
 
 
-def test_g20_local_folders_never_touch_the_network(
+def test_local_folders_never_touch_the_network(
     dsbd: Call, models: Models, cut_off: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     target = Path(models("says", "A"))
@@ -40,7 +40,7 @@ def test_g20_local_folders_never_touch_the_network(
     assert cut_off == []
 
 
-def test_g20_a_path_that_is_not_there_says_so_at_once(
+def test_a_path_that_is_not_there_says_so_at_once(
     dsbd: Call, models: Models, cut_off: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -52,7 +52,7 @@ def test_g20_a_path_that_is_not_there_says_so_at_once(
     assert cut_off == []
 
 
-def test_g20_an_uncached_hub_name_offline(
+def test_an_uncached_hub_name_offline(
     dsbd: Call, cut_off: list[Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")

@@ -1,0 +1,237 @@
+"""The one place that decides whether a device runs whole iterations, and by which law.
+
+One `Engines` belongs to a `Decoder`: it keeps the captured iterations from prompt to prompt (they are
+dear) and remembers what could not be captured. Environment read here: DSBD_NATIVE=0 keeps Triton out,
+TRITON_INTERPRET=1 lets its interpreter run the kernels on a CPU (tests).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+
+from dsbd_cli.decoding.device.draft_iteration import DraftIteration
+from dsbd_cli.decoding.device.iteration import CoverIteration
+from dsbd_cli.decoding.device.law import DeviceLaw
+from dsbd_cli.decoding.device.law_torch import TorchLaw
+from dsbd_cli.decoding.device.layout import CoverLayout
+from dsbd_cli.decoding.device.pipeline import Pipeline
+from dsbd_cli.decoding.device.proposer import CapturedProposer
+from dsbd_cli.decoding.forward.backends import on_current_device
+from dsbd_cli.decoding.forward.outcomes import CannotCapture, OutOfMemory
+from dsbd_cli.decoding.law.distribution import Sampler, SeededSampler
+from dsbd_cli.decoding.model.hf_model import HfTreeModel
+from dsbd_cli.decoding.model.protocol import Demand
+from dsbd_cli.decoding.tree.sequences import Trie
+
+# Captured iterations to keep, one for each way of decoding: a sweep goes through many in turns.
+_MOST_ITERATIONS = 32
+
+_Iteration = TypeVar("_Iteration", CoverIteration, DraftIteration)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What runs the iterations of one run; at most one of both.
+
+    Attributes:
+        engine: pipelined iterations, the device verifies.
+        proposer: captured iterations, the host verifies.
+        law: the name of the law that the engine runs.
+        why_no_engine, why_no_proposer: why not, in words; empty where there is one, or where there is an
+            engine and no proposer is needed.
+    """
+
+    engine: Pipeline | None = None
+    proposer: CapturedProposer | None = None
+    law: str = ""
+    why_no_engine: str = ""
+    why_no_proposer: str = ""
+
+    def describe(self) -> str:
+        """Which engine runs, and why no other: one sentence."""
+        if self.engine is not None:
+            return f"pipelined iterations, the device verifies ({self.law})"
+        if self.proposer is not None:
+            return f"captured iterations, the host verifies (not pipelined: {self.why_no_engine})"
+        return f"step by step on the host (not pipelined: {self.why_no_engine}; not captured: {self.why_no_proposer})"
+
+
+class Engines:
+    """Chooses engines, and keeps what they capture.
+
+    Attributes:
+        notes: what a user should know about engines that are not used.
+    """
+
+    def __init__(self) -> None:
+        self.notes: list[str] = []
+        self._iterations: dict[tuple[Any, ...], CoverIteration | DraftIteration] = {}
+        # (kind, target, draft) of what cannot be captured, and why.
+        self._refused: dict[tuple[Any, ...], str] = {}
+
+    def choose(
+        self, target: HfTreeModel, draft: HfTreeModel | None, demand: Demand, trie: Trie, draft_sampler: Sampler
+    ) -> Choice:  # fmt: skip
+        """The engine, or the proposer, for one run on prefilled models; both may be None.
+
+        Args:
+            draft: None without one.
+            demand: what the method asks of an engine.
+            trie, draft_sampler: of the request.
+        """
+        eos = tuple(sorted(trie.eos_ids))
+        draft = draft if demand.gamma else None
+        engine, why_no_engine = self._pipeline(target, draft, demand, eos)
+        if isinstance(engine, Pipeline):
+            return Choice(engine=engine, law=why_no_engine)
+        proposer, why_no_proposer = self._proposer(target, draft, demand, eos, trie, draft_sampler)
+        return Choice(None, proposer, "", why_no_engine, why_no_proposer)
+
+    def _pipeline(
+        self, target: HfTreeModel, draft: HfTreeModel | None, demand: Demand, eos: tuple[int, ...]
+    ) -> tuple[Pipeline | None, str]:
+        """The pipeline and the name of its law, or None and why not."""
+        draft_width, gamma = demand.draft_width, demand.gamma
+        key = "pipelined", target, draft
+        if reason := demand.why_not_pipelined or self._refused.get(key) or _why_not(target, draft, demand):
+            return None, reason
+        limits = [
+            model.max_positions for model in (target, draft) if model is not None and model.max_positions
+        ]
+        if min(limits, default=gamma + 2) < gamma + 2:
+            return None, "a context is shorter than the positions that a capture runs through"
+        ours, theirs = target.side(), None if draft is None else draft.side()
+        greedy, support = demand.processor.greedy, demand.processor.top_n
+        sizes = 1, demand.width, draft_width, gamma
+        layout = CoverLayout.of(*sizes)
+
+        def make() -> CoverIteration:
+            law = next(
+                law
+                for law in _laws(target.device)
+                if law.takes(layout, ours.top_n, theirs.top_n if theirs else 0)
+            )
+            return CoverIteration(
+                ours, theirs, law, layout, greedy, support, eos, target.device, target.clock
+            )
+
+        iteration = self._kept(("pipelined", ours, theirs, *sizes, greedy, support, eos), make)
+        if reason := self._prepared(iteration, key):
+            return None, reason
+        stopped = self._stopped(key)
+        return Pipeline(target, draft, iteration, stopped), type(iteration.law).__name__
+
+    def _proposer(
+        self, target: HfTreeModel, draft: HfTreeModel | None, demand: Demand, eos: tuple[int, ...], trie: Trie,
+        sampler: Sampler,
+    ) -> tuple[CapturedProposer | None, str]:  # fmt: skip
+        """The proposer, or None and why not."""
+        if draft is None or demand.gamma < 1:
+            return None, "nothing is drafted"
+        key = "captured", target, draft
+        reason = demand.why_not_captured or self._refused.get(key) or _why_not(target, draft, demand)
+        if reason:
+            return None, reason
+        if not isinstance(sampler, SeededSampler):
+            return None, "the draft's sampler has no seed"
+        ours, theirs, processor = target.side(), draft.side(), demand.draft_processor
+        sizes = demand.draft_width, demand.gamma, demand.width, processor, eos
+        iteration = self._kept(
+            ("captured", ours, theirs, *sizes),
+            lambda: DraftIteration(ours, theirs, *sizes, target.device, target.clock),
+        )
+        if reason := self._prepared(iteration, key):
+            return None, reason
+        return CapturedProposer(target, draft, iteration, trie, sampler, self._stopped(key)), ""
+
+    def _prepared(self, iteration: CoverIteration | DraftIteration, key: tuple[Any, ...]) -> str:
+        """Capture `iteration` now; why that is not possible, or nothing."""
+        try:
+            iteration.prepare()
+        except (CannotCapture, OutOfMemory) as error:
+            self._stopped(key)(error)
+            return str(error)
+        return ""
+
+    def _stopped(self, key: tuple[Any, ...]) -> Callable[[CannotCapture | OutOfMemory], None]:
+        """What to do when `key` (kind, target, draft) cannot be launched: only "cannot" is remembered."""
+        kind, target, _ = key
+        effect = "the host verifies" if kind == "pipelined" else "drafting step by step"
+
+        def stopped(error: CannotCapture | OutOfMemory) -> None:
+            if isinstance(error, CannotCapture):
+                self._refused[key] = str(error)
+                self._note(f"{target.role}: {effect}, an iteration cannot be captured ({error})")
+                self._let_go(kind)
+            else:
+                self._note(f"{target.role}: {effect} for now, no memory is left for captures ({error})")
+                self.release()
+
+        return stopped
+
+    def _note(self, text: str) -> None:
+        if text not in self.notes:
+            self.notes.append(text)
+
+    def _let_go(self, kind: str) -> None:
+        """Forget the iterations of a kind; what is in flight of them still comes back."""
+        self._iterations = {key: kept for key, kept in self._iterations.items() if key[0] != kind}
+
+    def release(self) -> None:
+        """Let go of every capture: their memory is free for something else."""
+        for iteration in self._iterations.values():
+            iteration.captures.release()
+        self._iterations.clear()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+    def _kept(self, key: tuple[Any, ...], make: Callable[[], _Iteration]) -> _Iteration:
+        """The iteration of `key` (kind, target's side, draft's side, ...), or a new one.
+
+        Every one holds memory: let go are those of pools that are no more, then those used longest ago.
+        """
+        pools = [side and side.pool for side in key[1:3]]
+        for old in list(self._iterations):
+            others = (side and side.pool for side in old[1:3])
+            if any(mine and other and mine is not other for mine, other in zip(pools, others, strict=True)):
+                del self._iterations[old]
+        found: Any = self._iterations.pop(key, None) or make()
+        while len(self._iterations) >= _MOST_ITERATIONS:
+            del self._iterations[next(iter(self._iterations))]
+        self._iterations[key] = found  # the last one used comes last
+        return found  # type: ignore[no-any-return]
+
+
+def _why_not(target: HfTreeModel, draft: HfTreeModel | None, demand: Demand) -> str | None:
+    """What keeps these models' forwards from being captured as one; None where nothing does."""
+    if not target.captured or (draft is not None and not draft.captured):
+        return "one of the models is not captured" if draft is not None else "the model is not captured"
+    if not target.rows.size:
+        return "full logits are needed"
+    if draft is None:
+        return None
+    if target.device != draft.device:
+        return "the models are on different devices"
+    least = demand.draft_width if demand.draft_processor is None else 1
+    if min(draft.rows.size, draft.vocab_size) < least:
+        return "full logits are needed"
+    return None
+
+
+def _laws(device: torch.device) -> Iterator[DeviceLaw]:
+    """The quickest first."""
+    interpreted = device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1"
+    compiled = interpreted or (device.type == "cuda" and on_current_device(device))
+    if compiled and os.environ.get("DSBD_NATIVE") != "0":
+        try:
+            from dsbd_cli.decoding.device.law_triton import TritonLaw  # Triton comes with CUDA wheels only
+        except ImportError:
+            pass
+        else:
+            yield TritonLaw()
+    yield TorchLaw()

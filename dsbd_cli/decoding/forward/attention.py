@@ -1,0 +1,17 @@
+"""Which of torch's attention kernels prompts run with."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+# All but cuDNN's, which torch prefers on Hopper and which plans anew for every shape: 35 to 100 ms before
+# the first token of a prompt whose length was not met before (docs/speed.md), and prompts nearly always are.
+_KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+
+
+def without_planning(device: torch.device) -> AbstractContextManager[None]:
+    """Attention that plans nothing, inside the block and on a GPU; elsewhere nothing is changed."""
+    return sdpa_kernel(_KERNELS) if device.type == "cuda" else nullcontext()

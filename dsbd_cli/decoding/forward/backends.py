@@ -1,0 +1,220 @@
+"""Which forward serves which model on this machine, and why not: the one place where that is decided.
+
+`TABLE` lists the forwards, the quickest first; the model's own always comes last. A fused forward is used
+only where the self-test (`selftest.py`) then finds it to agree with the model's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from dsbd_cli.decoding.cache.kv_buffer import KVBuffer
+from dsbd_cli.decoding.forward import amx
+from dsbd_cli.decoding.forward.hf import HfForward, layer_kinds
+from dsbd_cli.decoding.forward.kernels import (
+    DenseLinear,
+    Int8Linear,
+    PrepackedLinear,
+    c_kernels,
+    c_kernels_serve,
+    can_pack,
+    can_quantize,
+    spare_memory,
+)
+from dsbd_cli.decoding.forward.llama import LlamaForward
+from dsbd_cli.loading import processor
+
+_FAMILIES = {"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"}
+_GPU_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+class Forward(Protocol):
+    """Tree nodes in, logits out.
+
+    Attributes:
+        dtype: of keys, values and the tree attention mask.
+        int8: whether it multiplies in int8 (drafts only: it changes the numbers).
+        reads_length: whether `KVBuffer.length` bounds attention, so that the mask may be wider.
+        relative_node_cost: what a node more costs, in forwards of one node.
+        between: called between some decoder layers while a CUDA graph is captured, or None.
+    """
+
+    dtype: torch.dtype
+    int8: bool
+    reads_length: bool
+    relative_node_cost: float
+    between: Callable[[], None] | None
+
+    def __call__(
+        self, cache: KVBuffer, ids: Tensor, positions: Tensor, mask: Tensor | None, keep: Tensor | int = 0
+    ) -> Tensor:
+        """Logits [K, V'] of the nodes that `keep` names (`hf.HfForward.__call__`)."""
+
+    def needs_no_mask(self, begin: int) -> bool:
+        """Whether prompt tokens from `begin` on, in slots in order, can do without a mask."""
+
+    def describe(self) -> str:
+        """One line for people."""
+
+
+class Backend(NamedTuple):
+    """One way to compute.
+
+    Attributes:
+        name: for people.
+        why_not: (model, int8) to the reason why it does not serve the model here; None where it does.
+        make: (model, int8) to the forward.
+    """
+
+    name: str
+    why_not: Callable[[Any, bool], str | None]
+    make: Callable[[Any, bool], Forward]
+
+
+def why_no_amx(model: Any, int8: bool) -> str | None:
+    if model.device.type != "cpu":
+        return "a CPU forward"
+    if not (int8 or model.dtype == torch.bfloat16):
+        return "for bfloat16 models, and for drafts"
+    if not processor.amx_likely():
+        return "this processor has no AMX, or there is no C compiler"
+    attention, config = model.model.layers[0].self_attn, model.config
+    size, step = int(attention.head_dim), 64 if int8 else 32
+    widths = config.hidden_size, config.intermediate_size, config.num_attention_heads * size
+    if any(width % step for width in widths) or size % 32 or size > 128 or model.lm_head.weight.shape[0] % 16:
+        return "its sizes are no multiples of a tile's"
+    weights = sum(weight.numel() for weight in model.parameters())
+    if weights * (2 if int8 else 4) >= spare_memory():
+        return "no memory for a second copy of the weights"
+    return None if amx.library() is not None else "its C code does not compile here"
+
+
+def _why_no_c(model: Any, int8: bool) -> str | None:
+    linear = _linear(model, int8)
+    if model.device.type != "cpu" or linear is DenseLinear:
+        return "a CPU forward with prepacked weights"
+    if not c_kernels_serve(_dtype(model, linear), _head(model)):
+        return "no C compiler, or a dtype or head size that the kernels do not have"
+    return None
+
+
+def _why_no_triton(model: Any, int8: bool) -> str | None:
+    if model.device.type != "cuda":
+        return "a GPU forward"
+    if (
+        not processor.kernels_wanted()
+        or model.dtype not in _GPU_DTYPES
+        or _head(model) % 2
+        or _head(model) > 256
+    ):
+        return "switched off, or a dtype or head size that the kernels do not have"
+    if not on_current_device(model.device):
+        return "the model is not on torch's current device, where Triton launches"
+    return None if _triton() is not None else "Triton is not installed"
+
+
+# The fused ones also need `why_not_fused` to find nothing.
+_FUSED = (
+    Backend("AMX", why_no_amx, lambda model, int8: amx.AmxForward(model, int8=int8)),
+    Backend(
+        "fused Llama, C kernels",
+        _why_no_c,
+        lambda model, int8: LlamaForward(model, _linear(model, int8), c_kernels()),
+    ),
+    Backend(
+        "fused Llama, Triton kernels",
+        _why_no_triton,
+        lambda model, int8: LlamaForward(model, _linear(model, int8), _triton()),
+    ),
+    Backend(
+        "fused Llama, tensor operations",
+        lambda model, int8: None,
+        lambda model, int8: LlamaForward(model, _linear(model, int8), None),
+    ),
+)
+_OWN = Backend("Hugging Face", lambda model, int8: None, lambda model, int8: HfForward(model))
+TABLE = (*_FUSED, _OWN)
+
+
+def candidates(model: Any, *, int8: bool = False, fused: bool = True) -> Iterator[Forward]:
+    """Forwards that may serve `model`, the quickest first; the model's own comes last.
+
+    Args:
+        int8: for a draft on a CPU: try those that multiply in int8 first.
+        fused: False leaves the model's own alone.
+    """
+    if fused and why_not_fused(model) is None:
+        for narrow in (True, False) if int8 else (False,):
+            for backend in _FUSED:
+                if backend.why_not(model, narrow) is None:
+                    yield backend.make(model, narrow)
+    yield _OWN.make(model, False)
+
+
+def why_not(model: Any, *, int8: bool = False) -> dict[str, str | None]:
+    """By name, why each forward of the table does not serve `model` here; None where it does."""
+    reason = why_not_fused(model)
+    found = {backend.name: reason or backend.why_not(model, int8) for backend in _FUSED}
+    return found | {_OWN.name: None}
+
+
+def why_not_fused(model: Any) -> str | None:
+    """What keeps `model` from being plainly one of the families: full attention, SiLU, ordinary layers, no hooks."""
+    if type(model).__name__ not in _FAMILIES:
+        return f"{type(model).__name__} is not one of {', '.join(sorted(_FAMILIES))}"
+    if layer_kinds(model.config) != ["full_attention"]:
+        return "not all of its decoder layers have full attention"
+    if (getattr(model, "tp_size", None) or 1) > 1:
+        return "each process holds a part of every weight"
+    plain = {"Linear", "Embedding"}
+    for module in model.modules():
+        if hasattr(module, "_hf_hook"):
+            return "hooks move its weights"
+        if (
+            getattr(module, "weight", None) is not None
+            and type(module).__name__ not in plain
+            and not type(module).__name__.endswith("RMSNorm")
+        ):
+            return f"it holds a {type(module).__name__}"
+    if len({weight.device for weight in model.parameters()}) != 1:
+        return "its weights are on several devices"
+    if not all(type(layer.mlp.act_fn).__name__.startswith("SiLU") for layer in model.model.layers):
+        return "its activation is not SiLU"
+    return None
+
+
+def on_current_device(device: torch.device) -> bool:
+    """Whether Triton, which launches where torch's current device is, would launch on `device`."""
+    return device.index in (None, torch.cuda.current_device())
+
+
+def _linear(model: Any, int8: bool) -> type:
+    """Which matrix products this model's device, dtype and memory allow."""
+    if model.device.type == "cpu":
+        if int8 and can_quantize():
+            return Int8Linear
+        size = sum(weight.numel() * weight.element_size() for weight in model.parameters())
+        if can_pack(model.dtype) and 2 * size < spare_memory():
+            return PrepackedLinear
+    return DenseLinear
+
+
+def _dtype(model: Any, linear: type) -> torch.dtype:
+    return torch.float32 if linear is Int8Linear else model.dtype
+
+
+def _head(model: Any) -> int:
+    return int(model.model.layers[0].self_attn.head_dim)
+
+
+def _triton() -> Any:
+    """The Triton kernels, or None where Triton is missing."""
+    try:
+        from dsbd_cli.decoding.forward.triton_kernels import Kernels
+    except ImportError:
+        return None
+    return Kernels()

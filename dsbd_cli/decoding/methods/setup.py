@@ -1,0 +1,171 @@
+"""The five methods as generators of events, and the one function that sample one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from dsbd_cli.decoding.law.distribution import LogitsProcessor, Sampler
+from dsbd_cli.decoding.law.width import ThresholdWidth, width_rule
+from dsbd_cli.decoding.methods.deterministic import beam_search
+from dsbd_cli.decoding.methods.dsbd import Run, dsbd
+from dsbd_cli.decoding.methods.proposers import CapturedProposer, DraftLength, DraftModelProposer, Proposer
+from dsbd_cli.decoding.methods.specinfer import TreeProposer, specinfer
+from dsbd_cli.decoding.model.protocol import Demand, Engine, TreeModel
+from dsbd_cli.decoding.tree.events import Iteration, Layer
+from dsbd_cli.decoding.tree.sequences import Hypotheses, Trie
+from dsbd_cli.settings import DEFAULT_TREE, DRAFTING, ONE_BEAM_METHODS, Settings
+
+
+def processor_of(settings: Settings) -> LogitsProcessor:
+    """T of these settings; the deterministic mode has none."""
+    if settings.deterministic:
+        return LogitsProcessor()
+    return LogitsProcessor(settings.temperature, settings.top_k, settings.top_p)
+
+
+def top_n_needed(settings: Settings, eos_count: int) -> int:
+    """How many best entries of each target row the method asks for; 0 = whole rows."""
+    if settings.deterministic:
+        # Hugging Face keeps (1 + EOS tokens) x W candidates, which may all share one parent.
+        return max(2, 1 + eos_count) * settings.width
+    return processor_of(settings).top_n
+
+
+def takes_most_probable(settings: Settings) -> bool:
+    """Whether the forest holds the draft's most probable continuations instead of draws."""
+    return settings.deterministic or (settings.method == "dsbd" and settings.verify == "cover")
+
+
+def draft_processor(settings: Settings) -> LogitsProcessor:
+    """T of the draft's proposals: the same T, so that what is recorded is what was drawn from.
+
+    Where nothing is drawn, only the ranking matters: the W_S best of the unwarped joint are those of
+    the warped one, and more of them where top-p would leave fewer.
+    """
+    return (
+        LogitsProcessor(top_k=settings.draft_width)
+        if takes_most_probable(settings)
+        else processor_of(settings)
+    )
+
+
+def relative_cost(settings: Settings, target: TreeModel, draft: TreeModel) -> float | None:
+    """What one more drafted layer costs, in target calls; None where forests are to be full."""
+    return None if settings.forest == "full" else target.relative_cost(draft)
+
+
+def forest_mass(settings: Settings) -> float:
+    """The draft's mass that a layer of a sparing `cover` forest holds: half of what top-p would cut stays.
+
+    The target's own support ends at top-p; what the draft puts beyond it is mostly never drawn. A
+    dynamic width (`threshold`) depends on the forest's mass, and is given the whole forest.
+    """
+    dynamic = settings.threshold is not None and settings.min_width < settings.width
+    greedy = settings.deterministic or processor_of(settings).greedy
+    if greedy or dynamic or settings.method != "dsbd" or settings.verify != "cover":
+        return 1.0
+    return (1 + settings.top_p) / 2
+
+
+def demand_of(settings: Settings, drafts: bool) -> Demand:
+    """What these settings ask of an engine (`device.engines.Engines.choose`).
+
+    Args:
+        drafts: whether there is a draft to go with the target.
+    """
+    one_beam = settings.method in ONE_BEAM_METHODS
+    width = 1 if one_beam else settings.width
+    plain = not drafts or settings.method not in DRAFTING
+    why_not_pipelined = why_not_captured = ""
+    if not plain and (settings.method != "dsbd" or settings.verify != "cover"):
+        why_not_pipelined = "only the rule cover can run ahead of the host"
+    if settings.method == "dsbd":
+        if width_rule(width, settings.min_width, settings.threshold) is not None:
+            why_not_pipelined = "the width is dynamic"
+        if settings.kv == "one":
+            why_not_pipelined = "one beam is kept"
+    if settings.deterministic:
+        why_not_pipelined = "the host decides the deterministic mode"
+    if plain or settings.method == "specinfer":
+        why_not_captured = "nothing is drafted" if plain else "the host drafts token trees"
+    return Demand(
+        width=width,
+        draft_width=0 if plain else 1 if one_beam else settings.draft_width,
+        gamma=0 if plain else settings.gamma,
+        processor=processor_of(settings),
+        draft_processor=None if takes_most_probable(settings) else draft_processor(settings),
+        why_not_pipelined=why_not_pipelined,
+        why_not_captured=why_not_captured,
+    )
+
+
+def start(
+    settings: Settings,
+    target: TreeModel,
+    draft: TreeModel | None,
+    trie: Trie,
+    sampler: Sampler,
+    draft_sampler: Sampler,
+    engine: Engine | None = None,
+    captured: CapturedProposer | None = None,
+) -> Run:
+    """A `Run` for these settings on prefilled models; `draft` may be None for plain decoding.
+
+    Args:
+        engine, captured: what `device.engines.Engines.choose` found for `demand_of` these settings, if anything.
+    """
+    one_beam = settings.method in ONE_BEAM_METHODS
+    width = 1 if one_beam else settings.width
+    processor = draft_processor(settings)
+    gamma = settings.gamma
+    proposer: Proposer | None = None
+    draft_length: DraftLength | None = None
+    dynamic: ThresholdWidth | None = None
+    if settings.method == "dsbd" and not settings.deterministic:
+        dynamic = width_rule(width, settings.min_width, settings.threshold)
+    kv_one = settings.kv == "one" and settings.method == "dsbd"
+    if draft is not None and settings.method == "specinfer":
+        expansion = settings.tree or DEFAULT_TREE
+        gamma = len(expansion)
+        proposer = TreeProposer(draft, trie, processor, expansion, draft_sampler)
+    elif draft is not None and settings.method in DRAFTING:
+        distinct = takes_most_probable(settings)
+        draft_width = 1 if one_beam else settings.draft_width
+        cost = None if captured is not None else relative_cost(settings, target, draft)
+        mass = 1.0 if cost is None else forest_mass(settings)
+        if mass < 1:
+            # What mass is depends on the temperature.
+            processor = LogitsProcessor(settings.temperature, processor.top_k)
+        if cost is not None and not settings.deterministic and engine is None:
+            draft_length = DraftLength(cost)
+        proposer = DraftModelProposer(draft, trie, processor, draft_width, draft_sampler, distinct, mass)
+        if captured is not None:
+            proposer = captured.falling_back_to(proposer)
+    hypotheses = Hypotheses(trie.root, width, settings.early_stopping, settings.length_penalty)
+    return Run(
+        trie=trie,
+        hypotheses=hypotheses,
+        sampler=sampler,
+        processor=processor_of(settings),
+        width=width,
+        draft_width=settings.draft_width,
+        gamma=gamma,
+        target=target,
+        dynamic_width=dynamic,
+        proposer=proposer,
+        kv_one=kv_one,
+        draft_length=draft_length,
+        engine=engine,
+    )
+
+
+def decode(run: Run, settings: Settings) -> Iterator[Layer | Iteration]:
+    """The method's own loop; `run.hypotheses` holds the outcome when it is exhausted."""
+    if settings.deterministic:
+        return beam_search(run, settings.early_stopping, settings.length_penalty)
+    if settings.method == "specinfer":
+        return specinfer(run)
+    if settings.method == "speculative":
+        return dsbd(run, "paper")
+    # beam and multinomial are dsbd without a forest; so is dsbd when its draft can't go on.
+    return dsbd(run, settings.verify if settings.method == "dsbd" else "cover")

@@ -1,0 +1,141 @@
+"""Pairs whose iterations run "captured" (on a CPU every step is the captured one), and what they decided."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from dsbd_cli.decoding.device.engines import Choice, Engines
+from dsbd_cli.decoding.law.distribution import SeededSampler
+from dsbd_cli.decoding.methods.dsbd import Run
+from dsbd_cli.decoding.methods.setup import decode, demand_of, draft_processor, start, top_n_needed
+from dsbd_cli.decoding.model.hf_model import HfTreeModel
+from dsbd_cli.decoding.tree.sequences import Node, Trie
+from dsbd_cli.settings import Settings
+from tests.builders import VOCAB, rand
+
+PROMPT = [3, 4, 9, 10, 11]
+EOS = [5, 6, 7, 8]
+WAYS: dict[str, dict[str, Any]] = {
+    "cover": {"verify": "cover", "threshold": None},
+    "cover-dynamic": {"verify": "cover", "threshold": 0.9},
+    "paper": {"verify": "paper"},
+    "continue": {"verify": "continue", "threshold": None},
+    "kv-one": {"verify": "cover", "kv": "one"},
+    "greedy": {"temperature": 0.0},
+    "speculative": {"method": "speculative"},
+    "deterministic": {"deterministic": True},
+}
+# What the device verifies too.
+PIPELINED: dict[str, dict[str, Any]] = {
+    "cover": WAYS["cover"],
+    "greedy": WAYS["greedy"],
+    "cold": {"threshold": None, "temperature": 1e-307},
+    "one layer": {"threshold": None, "gamma": 1},
+    "wide": {"threshold": None, "width": 6, "draft_width": 9, "gamma": 5, "temperature": 1.5},
+    "one beam": {"threshold": None, "width": 1, "min_width": 1},
+    "beam": {"method": "beam"},
+    "multinomial": {"method": "multinomial"},
+}
+
+
+class Trees(list[HfTreeModel]):
+    """Target and draft (or the target alone), and what chooses engines for them."""
+
+    def __init__(self, models: Sequence[HfTreeModel]) -> None:
+        super().__init__(models)
+        self.engines = Engines()
+        self.choice = Choice()
+
+    def alone(self) -> Trees:
+        return Trees(self[:1])
+
+    @property
+    def notes(self) -> list[str]:
+        return [note for model in self for note in model.notes] + self.engines.notes
+
+
+def settings_of(way: str, **more: Any) -> Settings:
+    options = (WAYS | PIPELINED)[way]
+    base = {} if "deterministic" in options else {"temperature": 1.0, "top_k": 10, "top_p": 0.9}
+    # A device drafts full forests; on a CPU the host alone would spare some of them.
+    sizes = {"width": 4, "draft_width": 5, "gamma": 3, "forest": "full"}
+    return Settings(**(base | sizes | options | more))
+
+
+def related(folder: Any) -> tuple[Any, Any]:
+    """A target, and a draft that mostly agrees with it."""
+    target = rand(folder, initializer_range=0.3, num_key_value_heads=2)
+    draft = copy.deepcopy(target)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for weight in draft.parameters():
+            weight += 0.03 * torch.randn(weight.shape, generator=generator)
+    return target, draft
+
+
+def trees(pair: Sequence[Any], graphs: bool | None) -> Trees:
+    return Trees(
+        [
+            HfTreeModel(model, vocab_size=VOCAB, role=role, graphs=graphs)
+            for model, role in zip(pair, ("target", "draft"), strict=True)
+        ]
+    )
+
+
+def ends(budget: int, stop: Sequence[int], eos: Sequence[int]) -> Any:
+    def why(node: Node) -> str | None:
+        if node.token in eos:
+            return "eos"
+        if node.token in stop:
+            return "stop"
+        return "length" if node.depth >= budget else None
+
+    return why
+
+
+def begun(
+    models: Trees, settings: Settings, seed: int, budget: int = 30, stop: Sequence[int] = (), eos: Sequence[int] = EOS
+) -> Run:  # fmt: skip
+    target, draft = (*models, None)[:2]
+    assert target is not None
+    trie = Trie(ends(budget, stop, eos), eos, budget)
+    target.prefill(PROMPT, trie.root, top_n=top_n_needed(settings, len(eos)))
+    if draft is not None:
+        draft.prefill(PROMPT, trie.root, top_n=draft_processor(settings).top_n)
+    samplers = SeededSampler(seed, 0), SeededSampler(seed, 1)
+    demand = demand_of(settings, draft is not None)
+    choice = models.choice = models.engines.choose(target, draft, demand, trie, samplers[1])
+    return start(settings, target, draft, trie, *samplers, choice.engine, choice.proposer)
+
+
+def told(models: Trees, settings: Settings, seed: int, **more: Any) -> Any:
+    """Everything that was decided, event by event, and the live slots at the end."""
+    run = begun(models, settings, seed, **more)
+    events: list[Any] = []
+    for event in decode(run, settings):
+        draws = getattr(event, "draws", None)
+        events.append([node.tokens() for node in (event.active if draws is None else draws)])
+        events.append(getattr(event, "verdicts", None))
+    live = [model.pool.slots.live for model in models]
+    return events, [node.tokens() for node in run.hypotheses.ranking()], models[0].calls, live
+
+
+def finished(models: Trees, settings: Settings, seed: int, **more: Any) -> Run:
+    """A run decoded to its end."""
+    run = begun(models, settings, seed, **more)
+    for _ in decode(run, settings):
+        pass
+    return run
+
+
+def said(run: Run) -> list[list[int]]:
+    return [node.tokens() for node in run.hypotheses.ranking()]
+
+
+def reserved(model) -> int:
+    """Slots of a model's cache that are reserved for nodes not known yet."""
+    return sum(len(each.slots) for each in model.pool._reservations)

@@ -1,0 +1,115 @@
+"""Many requests in one iteration are so many iterations of one, and nodes are made of what comes back."""
+
+from __future__ import annotations
+
+import os
+
+import numpy as np
+import pytest
+import torch
+
+from dsbd_cli.decoding.device.engines import _laws
+from dsbd_cli.decoding.device.iteration import CoverIteration, DraftedLayer, Sent, layer_of, living
+from dsbd_cli.decoding.device.layout import CoverLayout
+from dsbd_cli.decoding.forward.capture import OverlapClock
+from dsbd_cli.decoding.tree.sequences import Node, Trie
+from tests.decoding.device.helpers import EOS, PROMPT, reserved, trees
+
+WIDTH, DRAFT_WIDTH, GAMMA = 3, 4, 2
+
+
+def iterations(models, requests, drafted):
+    """One law each; without Triton (or its interpreter) one of torch's only."""
+    sides = [model.side() for model in models]
+    for law in _laws(torch.device("cpu")):
+        layout = CoverLayout.of(requests, WIDTH, DRAFT_WIDTH if drafted else 0, GAMMA if drafted else 0)
+        draft = sides[1] if drafted else None
+        yield CoverIteration(sides[0], draft, law, layout, False, 8, EOS, torch.device("cpu"), OverlapClock())
+
+
+def run(iteration, pools, root, starts, rounds, rng_seed):
+    """`rounds` iterations in a row of requests that start from (tokens, scores, temperature) below the prompt."""
+    layout = iteration.layout
+    found, spaces = [], []
+    uniforms = [np.random.default_rng([rng_seed, seed]).random((40, WIDTH)) for seed, *_ in starts]
+    depth = [0] * len(starts)
+    root_rows = [pool.mask_row(root) for pool in pools]
+    for number in range(rounds):
+        sent = []
+        for r, (_, tokens, scores, temperature) in enumerate(starts):
+            space = iteration.reserve()
+            spaces.append(space)
+            count = len(tokens)
+            draft_rows = [root_rows[1]] * count if iteration.draft is not None else []
+            state = None
+            if number == 0:
+                state = iteration.state_of(tokens, scores, [root_rows[0]] * count, draft_rows, len(PROMPT))
+            window = uniforms[r][depth[r] : depth[r] + layout.window]
+            sent.append(Sent(space, window, len(PROMPT) + depth[r], temperature, 0.95, state))
+        outcomes = iteration.wait(iteration.launch(sent))
+        for r, outcome in enumerate(outcomes):
+            depth[r] += len(outcome.sampled)
+        found.append(outcomes)
+    for space in spaces:
+        iteration.release(space)
+    return found
+
+
+@pytest.mark.parametrize("drafted", [True, False])
+def test_two_requests_in_one_iteration_are_two_iterations_of_one(pair, drafted):
+    models = trees(pair, True)
+    root = Trie(lambda node: None, EOS, 40).root
+    for model in models:
+        model.prefill(PROMPT, root, top_n=8)
+    pools = [model.pool for model in models]
+    starts = [(1, [30, 31, 32], [-0.5, -1.0, -2.0], 0.05), (2, [40, 41], [-0.1, -3.0], 0.1)]
+    layers = 0
+    for both, one in zip(iterations(models, 2, drafted), iterations(models, 1, drafted), strict=True):
+        together = run(both, pools, root, starts, 3, 5)
+        for r, start in enumerate(starts):
+            alone = run(one, pools, root, [start], 3, 5)
+            for number in range(3):
+                got, wanted = together[number][r], alone[number][0]
+                assert len(got.sampled) == len(wanted.sampled)
+                layers += len(got.sampled)
+                for mine, theirs in zip(got.drafted, wanted.drafted, strict=True):
+                    assert np.array_equal(mine.parent, theirs.parent)
+                    assert np.array_equal(mine.token, theirs.token)
+                    assert np.allclose(mine.logp, theirs.logp, atol=1e-5)
+                for mine, theirs in zip(got.sampled, wanted.sampled, strict=True):
+                    assert np.array_equal(mine.parent, theirs.parent)
+                    assert np.array_equal(mine.token, theirs.token)
+                    assert np.array_equal(mine.held, theirs.held)
+                    assert np.allclose(mine.logp, theirs.logp, atol=1e-5)
+    assert layers >= (10 if drafted else 6)
+    assert not any(reserved(model) for model in models)
+
+
+def test_draws_below_which_nothing_grows():
+    root = Node(-1, None)
+    first, second, third = (Node(token, root) for token in (1, 2, 3))
+    second.finish = "eos"
+    assert living([first, second, first, third]) == [first, None, None, third]
+
+
+def test_a_layer_below_some_of_the_places():
+    """Entries point at places of the device; the layer at the parents there are."""
+    trie = Trie(lambda node: None, (), 9)
+    parents = [trie.child(trie.root, token) for token in (5, 6)]
+    drafted = DraftedLayer(
+        parent=np.array([0, 2, 2, 3]), token=np.array([9, 7, 8, 1]), logp=np.array([-1.0, -2.0, -3.0, -9.0]),
+        prob=np.array([0.5, 0.3, 0.2, 0.0]), draws=np.array([2, 0]), finite=np.ones(4, dtype=bool),
+    )  # fmt: skip
+    layer, nodes = layer_of(trie, [0, 2], parents, drafted)
+    assert layer.support.parent.tolist() == [0, 1, 1]
+    assert layer.support.token.tolist() == [9, 7, 8]
+    assert [node.tokens() for node in layer.draws] == [[6, 8], [5, 9]]
+    assert nodes == layer.draws
+
+
+def test_the_interpreter_runs_when_it_is_asked_for():
+    """Else these tests and those of whole runs would silently be torch's only."""
+    names = [type(law).__name__ for law in _laws(torch.device("cpu"))]
+    assert names[-1] == "TorchLaw"
+    if os.environ.get("TRITON_INTERPRET") == "1" and os.environ.get("DSBD_NATIVE") != "0":
+        assert names[0] == "TritonLaw"

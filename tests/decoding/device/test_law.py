@@ -1,0 +1,317 @@
+"""One law, three writings: numpy (`law/`), torch and Triton, on the same random cases.
+
+Triton's kernels run on a GPU, or anywhere under Triton's interpreter (TRITON_INTERPRET=1).
+"""
+
+from __future__ import annotations
+
+import os
+
+import numpy as np
+import pytest
+import torch
+
+from dsbd_cli.decoding.cache.kv_buffer import TreeMasks
+from dsbd_cli.decoding.device.law import DeviceLaw
+from dsbd_cli.decoding.device.law_torch import TorchLaw, best_layer, draft_layer
+from dsbd_cli.decoding.device.layout import CoverLayout
+from dsbd_cli.decoding.forward.logits import finite_logits, log_probabilities, pack, unpack
+from dsbd_cli.decoding.law.distribution import LogitsProcessor, Row, SeededSampler, joint, most_probable
+from dsbd_cli.decoding.model.protocol import Side
+
+PROCESSORS = [
+    LogitsProcessor(0.7, 6, 0.8),
+    LogitsProcessor(1.0, 3, 1.0),
+    LogitsProcessor(0.0, 6, 1.0),
+    LogitsProcessor(2.0, 9, 0.3),
+    LogitsProcessor(1.0, 5, 0.0),
+]
+VOCAB, EOS = 60, [7, 11]
+
+
+def _device(name: str) -> torch.device:
+    return torch.device("cuda" if name == "triton" and torch.cuda.is_available() else "cpu")
+
+
+@pytest.fixture(params=["torch", "triton"])
+def law(request) -> tuple[DeviceLaw, torch.device]:
+    if request.param == "torch":
+        return TorchLaw(), torch.device("cpu")
+    pytest.importorskip("triton", reason="Triton comes with torch's CUDA wheels")
+    if not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":
+        pytest.skip("no CUDA device, and TRITON_INTERPRET is not 1")
+    from dsbd_cli.decoding.device.law_triton import TritonLaw
+
+    return TritonLaw(), _device("triton")
+
+
+def packed_rows(rng: np.random.Generator, count: int, top_n: int) -> torch.Tensor:
+    """Best entries of `count` random nodes: one likely token each, and many ties among the others."""
+    values = rng.integers(0, 12, (count, VOCAB)) / 3
+    values[np.arange(count), rng.integers(0, VOCAB, count)] += 5
+    logits = torch.tensor(values, dtype=torch.float32)
+    logps = log_probabilities(logits, VOCAB)
+    return pack(logps, finite_logits(logps), top_n)
+
+
+def rows_of(packed: torch.Tensor) -> list[Row]:
+    best = unpack(packed.numpy())
+    return [Row(ids, logps.astype(np.float64)) for ids, logps in zip(best.tokens, best.logps, strict=True)]
+
+
+def words(values: np.ndarray) -> torch.Tensor:
+    return torch.from_numpy(np.ascontiguousarray(values, dtype=np.float64).view(np.int64))
+
+
+@pytest.mark.parametrize(
+    ("rows", "width", "vocab", "count"), [(1, 500, 500, 1), (5, 3100, 3000, 10), (3, 70, 64, 64)]
+)
+def test_best_entries(law, rows, width, vocab, count):
+    law, device = law
+    logits = torch.randn(rows, width, generator=torch.Generator().manual_seed(0)).half().to(device)  # ties
+    logits[0, 7], logits[0, 3] = 0.0, -0.0
+    side = Side(None, None, vocab, count)  # type: ignore[arg-type]
+    got = unpack(law.pack(side, logits).cpu().numpy())
+    logps = log_probabilities(logits.cpu(), vocab)
+    order = np.argsort(-logps.numpy(), axis=1, kind="stable")[:, :count]
+    assert np.array_equal(got.tokens, order)
+    assert np.abs(got.logps - np.take_along_axis(logps.numpy(), order, 1)).max() < 1e-5
+    assert got.finite.all()
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+def test_logits_that_are_not_finite_are_noticed(law, bad):
+    law, device = law
+    logits = torch.randn(3, 2500, generator=torch.Generator().manual_seed(0)).to(device)
+    logits[1, 1700] = bad
+    side = Side(None, None, 2500, 4)  # type: ignore[arg-type]
+    assert unpack(law.pack(side, logits).cpu().numpy()).finite.tolist() == [True, False, True]
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_a_drafted_layer_is_the_most_probable_of_the_joint(law, depth):
+    law, device = law
+    rng = np.random.default_rng(depth)
+    layout = CoverLayout.of(requests=2, width=3, draft_width=5, gamma=2)
+    parents, top_n = (3, 5)[depth], 6
+    eos = torch.tensor(EOS, device=device)
+    for _ in range(12):
+        packed = packed_rows(rng, 2 * parents, top_n)
+        scores = rng.integers(-4, 0, (2, parents)) / 2.0
+        scores[1, -1] = -np.inf  # one beam fewer
+        outcome = torch.zeros((2, layout.outcome_size), dtype=torch.long, device=device)
+        law.draft(packed.to(device), torch.tensor(scores, device=device), depth, layout, outcome, eos)
+        outcome, forest = outcome.cpu(), layout.forest
+        for r in range(2):
+            rows = rows_of(packed[r * parents : (r + 1) * parents])
+            live = [i for i in range(parents) if scores[r, i] > -np.inf]
+            exact = joint(
+                [scores[r, i] for i in live],
+                [rows[i] for i in live],
+                LogitsProcessor(top_k=layout.draft_width),
+            )
+            order = most_probable(exact, layout.draft_width)
+            weights = scores[r, exact.parent[order]] + exact.logp[order]
+            weights[np.isin(exact.token[order], EOS)] = -np.inf
+            assert forest.parent.of(outcome)[r, depth].tolist() == exact.parent[order].tolist()
+            assert forest.token.of(outcome)[r, depth].tolist() == exact.token[order].tolist()
+            chances = [(forest.logp, exact.logp[order]), (forest.prob, exact.prob[order])]
+            for field, wanted in [*chances, (forest.weight, weights)]:
+                assert np.allclose(field.of(outcome, torch.float64)[r, depth], wanted, rtol=1e-12)
+            assert forest.finite.of(outcome)[r, depth, :parents].tolist() == [1] * parents
+
+
+def cover_by_numpy(rows, forest, uniforms, scores, processor, layout):
+    """Layers of one request by `law.distribution` and the rule `cover`: parent, token, logp, held; weights after."""
+    width, draft_width = layout.width, layout.draft_width
+    parents, tokens, alive = forest
+    at, weights = list(range(width)), list(scores)
+    layers = []
+    for depth in range(layout.gamma + 1):
+        live = [i for i in range(width) if weights[i] > -np.inf]
+        support = joint([weights[i] for i in live], [rows[at[i]] for i in live], processor)
+        cumulative = np.cumsum(support.prob)
+        picks = np.searchsorted(cumulative, uniforms[depth] * cumulative[-1], side="right")
+        picks = np.minimum(picks, np.searchsorted(cumulative, cumulative[-1], side="left"))
+        layer, new_at, new_weights, seen = [], [], [], set()
+        for pick in picks:
+            parent, token = live[support.parent[pick]], int(support.token[pick])
+            above, held = at[parent], False
+            place = 0
+            if depth < layout.gamma:
+                start = 0 if depth == 0 else width + (depth - 1) * draft_width
+                for i in range(draft_width):
+                    same = parents[depth, i] + start == above and tokens[depth, i] == token
+                    if same and alive[depth, i]:
+                        held, place = True, width + depth * draft_width + i
+                        break
+            layer.append((parent, token, support.logp[pick], held))
+            dead = token in EOS or (parent, token) in seen
+            seen.add((parent, token))
+            new_at.append(place)
+            new_weights.append(-np.inf if dead else weights[parent] + support.logp[pick])
+        layers.append((layer, new_weights))
+        goes_on = [w for w in new_weights if w > -np.inf]
+        if not goes_on or not all(
+            held for (*_, held), w in zip(layer, new_weights, strict=True) if w > -np.inf
+        ):
+            break
+        at, weights = new_at, new_weights
+    return layers
+
+
+@pytest.mark.parametrize("processor", PROCESSORS)
+@pytest.mark.parametrize("gamma", [0, 2])
+def test_verification_is_cover_over_the_joint(law, processor, gamma):
+    law, device = law
+    rng = np.random.default_rng(gamma)
+    layout = CoverLayout.of(requests=2, width=3, draft_width=6 if gamma else 0, gamma=gamma)
+    top_n = max(1, processor.top_n)
+    eos, deep = torch.tensor(EOS, device=device), 0
+    for trial in range(30):
+        packed = packed_rows(rng, 2 * layout.nodes, top_n)
+        tokens_of = unpack(packed.numpy()).tokens
+        state = torch.zeros((2, layout.state_size), dtype=torch.long)
+        request = torch.zeros((2, layout.request_size), dtype=torch.long)
+        outcome = torch.zeros((2, layout.outcome_size), dtype=torch.long)
+        scores = rng.normal(size=(2, 3))
+        scores[0, 2] = -np.inf
+        uniforms = rng.random((2, layout.window, 3))
+        state[:, layout.state.score.at] = words(scores)
+        state[:, layout.state.token.at] = torch.from_numpy(rng.integers(0, VOCAB, (2, 3)))
+        state[:, layout.state.position.at] = 40
+        sent = layout.request
+        for field in (sent.target_rows, sent.draft_rows):
+            request[:, field.at] = torch.from_numpy(rng.permutation(500)[: field.shape[0]])
+        request[:, sent.origin.at] = 40 - trial % 2
+        request[:, sent.temperature.at] = words(np.full((2, 1), processor.temperature))
+        request[:, sent.top_p.at] = words(np.full((2, 1), processor.top_p))
+        request[:, sent.uniforms.at] = words(uniforms.reshape(2, -1))
+        forests = []
+        for r in range(2):
+            parents = np.zeros((gamma, layout.draft_width), dtype=np.int64)
+            tokens, alive = parents.copy(), np.ones(parents.shape, dtype=bool)
+            for depth in range(gamma):
+                # Mostly what a layer above is likely to be drawn to.
+                base = r * layout.nodes + (0 if depth == 0 else 3 + (depth - 1) * layout.draft_width)
+                for i in range(layout.draft_width):
+                    parents[depth, i] = i % 3 if depth == 0 else i
+                    tokens[depth, i] = tokens_of[base + parents[depth, i], min(i // 3, top_n - 1)]
+                    if i >= 3 and depth == 1:
+                        parents[depth, i], tokens[depth, i] = i, tokens_of[base + i, 0]
+                alive[depth] = ~np.isin(tokens[depth], EOS)
+            forests.append((parents, tokens, alive))
+            if gamma:
+                forest = layout.forest
+                outcome[r, forest.parent.at] = torch.from_numpy(parents.ravel())
+                outcome[r, forest.token.at] = torch.from_numpy(tokens.ravel())
+                outcome[r, forest.weight.at] = words(np.where(alive, 0.0, -np.inf).ravel())
+        on = [part.to(device) for part in (packed, state, torch.zeros_like(state), request, outcome)]
+        law.verify(*on, layout, eos, processor.greedy, processor.top_n)
+        after, outcome, verified = on[2].cpu(), on[4].cpu(), layout.verified
+        for r in range(2):
+            rows = rows_of(packed[r * layout.nodes : (r + 1) * layout.nodes])
+            wanted = cover_by_numpy(rows, forests[r], uniforms[r, trial % 2 :], scores[r], processor, layout)
+            assert int(verified.layers.of(outcome)[r]) == len(wanted)
+            deep = max(deep, len(wanted))
+            for depth, (layer, weights) in enumerate(wanted):
+                parent, token, logp, held = zip(*layer, strict=True)
+                assert verified.parent.of(outcome)[r, depth].tolist() == list(parent)
+                assert verified.token.of(outcome)[r, depth].tolist() == list(token)
+                assert np.allclose(verified.logp.of(outcome, torch.float64)[r, depth], logp)
+                live = [w > -np.inf for w in weights]
+                got = verified.held.of(outcome)[r, depth].tolist()
+                assert [bool(x) for x, w in zip(got, live, strict=True) if w] == [
+                    h for h, w in zip(held, live, strict=True) if w
+                ]
+            now = layout.state
+            assert now.token.of(after)[r].tolist() == list(token)
+            assert np.allclose(now.score.of(after, torch.float64)[r], weights)
+            assert int(now.position.of(after)[r]) == 40 + len(wanted)
+            if gamma:
+                assert int(now.missing.of(after)[r]) == (len(wanted) > gamma)
+    assert deep == gamma + 1  # the cases reach the last layer
+
+
+def test_masks_of_forests_are_those_of_their_ancestors(law):
+    law, device = law
+    parent = torch.tensor(
+        [[[0, 2, 2, 1], [3, 0, 0, 2], [1, 1, 3, 0]], [[1, 1, 0, 0], [0, 1, 2, 3], [3, 3, 3, 0]]]
+    )
+    base = torch.tensor([[1, 2, 3], [4, 5, 6]])
+    slots = (torch.randperm(80, generator=torch.Generator().manual_seed(0))[:24] + 10).view(2, 12)
+    rows = torch.arange(20, 44).view(2, 12)
+    masks = TreeMasks(50, 96, torch.float32, device)
+    for row in range(1, 7):
+        masks.see(row, torch.arange(row, 9, device=device))
+    got = law.forest_masks(masks, *(part.to(device) for part in (base, parent, slots, rows))).cpu()
+    table = masks.table.cpu()
+    for r in range(2):
+        for node in range(12):
+            seen = set()
+            depth, at = divmod(node, 4)
+            while depth >= 0:
+                seen.add(int(slots[r, depth * 4 + at]))
+                at, depth = int(parent[r, depth, at]), depth - 1
+            seen |= set(range(int(base[r, at]), 9))
+            assert set(torch.nonzero(got[r * 12 + node] == 0)[:, 0].tolist()) == seen
+            assert torch.equal(table[rows[r, node]], got[r * 12 + node])
+
+
+@pytest.mark.parametrize("missing", [0, 1])
+def test_masks_of_a_draft_that_catches_up(law, missing):
+    law, device = law
+    layout = CoverLayout.of(requests=2, width=3, draft_width=2, gamma=1)
+    state = torch.zeros((2, layout.state_size), dtype=torch.long)
+    fields = layout.state
+    state[:, fields.above_row.at] = torch.tensor([[1, 2, 1], [3, 3, 2]])
+    state[:, fields.draft_row.at] = torch.tensor([[4, 5, 4], [6, 6, 5]])
+    state[:, fields.first.at] = torch.tensor([[0, 1, 0], [0, 0, 2]])
+    state[:, fields.missing.at] = missing
+    slots = (torch.randperm(40, generator=torch.Generator().manual_seed(0))[:12] + 10).view(2, 6)
+    rows = torch.arange(20, 32).view(2, 6)
+    masks = TreeMasks(40, 64, torch.float32, device)
+    for row in range(1, 7):
+        masks.see(row, torch.tensor([row], device=device))
+    got = law.catch_up_masks(masks, state.to(device), layout, slots.to(device), rows.to(device)).cpu()
+    for r in range(2):
+        for i in range(3):
+            above, own = int(state[r, fields.above_row.at][i]), int(state[r, fields.draft_row.at][i])
+            first = int(state[r, fields.first.at][i])
+            parent, beam = got[r * 3 + i], got[6 + r * 3 + i]
+            assert set(torch.nonzero(parent == 0)[:, 0].tolist()) == {above, int(slots[r, i])}
+            wanted = {above, int(slots[r, first])} if missing else {own}
+            assert set(torch.nonzero(beam == 0)[:, 0].tolist()) == wanted | {int(slots[r, 3 + i])}
+            assert torch.equal(masks.table.cpu()[rows[r, 3 + i]], beam)
+
+
+@pytest.mark.parametrize("processor", PROCESSORS)
+def test_draws_in_tensors_are_those_of_the_law(processor):
+    rng = np.random.default_rng(0)
+    size = max(1, processor.top_n)
+    numbers = [
+        torch.tensor([number], dtype=torch.float64) for number in (processor.temperature, processor.top_p)
+    ]
+    for trial in range(200):
+        parents = int(rng.integers(1, 6))
+        logps = torch.log_softmax(torch.tensor(3 * rng.normal(size=(parents, 50)), dtype=torch.float32), -1)
+        values, ids = torch.topk(logps, size)
+        scores = rng.normal(size=parents)
+        rows = [Row(i.numpy(), v.double().numpy()) for i, v in zip(ids, values, strict=True)]
+        law = joint(scores, rows, processor)
+        sample = SeededSampler(trial, 0).sample(law.prob, 6)
+        # One place more, as where there are fewer beams than there may be.
+        wide = torch.tensor([*scores, -np.inf])
+        more = [torch.cat([part, part[:1]]) for part in (ids, values)]
+        uniforms = torch.tensor(SeededSampler(trial, 0).peek(6))
+        got = draft_layer(wide, *more, processor.greedy, processor.top_n, *numbers, uniforms)
+        inside = got.prob > 0
+        assert np.allclose(got.prob[inside], law.prob, rtol=1e-12, atol=0)
+        assert np.array_equal(got.parent[inside], law.parent)
+        assert np.array_equal(got.token[inside], law.token)
+        assert np.array_equal(got.token[got.draws], law.token[sample])
+        first = [sample.index(pick) == i for i, pick in enumerate(sample)]
+        assert torch.isfinite(got.scores).tolist() == first
+        best = best_layer(wide, *more, size)
+        exact = joint(scores, rows, LogitsProcessor(top_k=size))
+        assert np.array_equal(best.token, exact.token[most_probable(exact, size)])

@@ -1,0 +1,106 @@
+"""Captures by key, typed outcomes, and the clock of overlapped work."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from dsbd_cli.decoding.forward.capture import Captures, OverlapClock
+from dsbd_cli.decoding.forward.outcomes import CannotCapture, OutOfMemory
+
+CPU = torch.device("cpu")
+
+
+def doubled(inputs):
+    return [2 * inputs]
+
+
+def test_a_key_is_captured_once_and_replayed_with_other_inputs():
+    runs = []
+
+    def steps(inputs):
+        runs.append(1)
+        return doubled(inputs)
+
+    captures = Captures(CPU, OverlapClock())
+    for value in (1, 2, 3):
+        got = captures.launch("key", torch.full((3,), value), steps).wait()
+        assert np.array_equal(got, [2 * value] * 3)
+    assert list(captures) == ["key"]
+    first = captures["key"].outputs[0].data_ptr()
+    assert captures.run("key", torch.ones(3, dtype=torch.long), steps)[0].data_ptr() == first
+
+
+def test_what_came_back_is_the_callers_own():
+    captures = Captures(CPU, OverlapClock(), turns=2)
+    first = captures.launch("key", torch.ones(2), doubled)
+    second = captures.launch("key", 3 * torch.ones(2), doubled)
+    one = first.wait()
+    third = captures.launch("key", 5 * torch.ones(2), doubled)
+    assert one.tolist() == [2, 2]
+    assert second.wait().tolist() == [6, 6]
+    assert third.wait().tolist() == [10, 10]
+
+
+def test_buffers_that_move_make_captures_invalid():
+    captures = Captures(CPU, OverlapClock())
+    captures.valid_for((1, 2))
+    captures.run("key", torch.ones(2), doubled)
+    captures.valid_for((1, 2))
+    assert "key" in captures
+    captures.valid_for((1, 3))
+    assert "key" not in captures
+
+
+@pytest.mark.parametrize("replayed", [False, True])
+@pytest.mark.parametrize(
+    ("raised", "typed"),
+    [
+        (RuntimeError("operation not permitted when stream is capturing\nmore"), CannotCapture),
+        (ValueError("a compiler's own"), CannotCapture),
+        (torch.cuda.OutOfMemoryError("CUDA out of memory"), OutOfMemory),
+    ],
+)
+def test_errors_get_a_type_where_they_happen(raised, typed, replayed):
+    clock = OverlapClock()
+    captures = Captures(CPU, clock)
+    captures.run("other", torch.ones(2), doubled)
+    broken = [not replayed]
+
+    def steps(inputs):
+        if broken[0]:
+            raise raised
+        return doubled(inputs)
+
+    if replayed:
+        captures.launch("key", torch.ones(2), steps).wait()
+        broken[0] = True
+    with pytest.raises(typed) as caught:
+        captures.launch("key", torch.ones(2), steps)
+    assert str(caught.value) == str(raised).splitlines()[0]
+    assert clock.overlap(1.0) == 0  # nothing is in flight of it
+    # Short of memory, captures are let go; else the others stay.
+    assert list(captures) == ([] if typed is OutOfMemory else ["other", "key"] if replayed else ["other"])
+
+
+def test_what_the_device_does_meanwhile_counts_once():
+    clock = OverlapClock()
+    assert clock.overlap(1.0) == 0
+    clock.launched()
+    clock.ended(0.5)
+    assert clock.overlap(1.0) == 0  # nothing in flight
+    clock.launched()
+    assert clock.overlap(0.2) == pytest.approx(0.2)
+    clock.launched()  # one more behind it: the first is still the one at work
+    assert clock.overlap(1.0) == pytest.approx(0.3)
+    assert clock.overlap(1.0) == 0
+    clock.ended(None)  # its time is not known; the next one is at work
+    assert clock.overlap(0.1) == pytest.approx(0.1)
+    clock.ended(None)
+    assert clock.overlap(1.0) == 0
+    clock.launched()
+    clock.idle()
+    assert clock.overlap(1.0) == 0
+    clock.launched()
+    assert clock.overlap(0.1) == pytest.approx(0.1)
