@@ -80,6 +80,9 @@ class TableModel:
         self._held: set[Node] = set()  # in the cache
         self._joints: dict[tuple[object, ...], Support] = {}
 
+    def reads(self, node: Node) -> bool:
+        return True
+
     def relative_cost(self, draft: TableModel) -> float | None:
         return None
 

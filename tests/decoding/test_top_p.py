@@ -47,7 +47,9 @@ def on_the_device(weights: np.ndarray, top_p: float) -> Kept:
         torch.zeros(len(weights), dtype=torch.double),
         torch.full((1,), 0.5, dtype=torch.double),
     )
-    drafted = draft_layer(scores, tokens, logps, LogitsProcessor(top_k=weights.size, top_p=top_p), uniforms)
+    enough = LogitsProcessor(top_p=top_p).enough
+    warp = torch.ones(1, dtype=torch.double), torch.tensor([enough], dtype=torch.double)
+    drafted = draft_layer(scores, tokens, logps, False, weights.size, *warp, uniforms)
     kept = drafted.prob > 0
     return list(zip(drafted.parent[kept].tolist(), drafted.token[kept].tolist(), strict=True))
 

@@ -40,7 +40,7 @@ def tiny(kind: str, seed: int, **options: Any) -> Any:
     """A random model with a head that tells its states apart, float32, in eval mode."""
     torch.manual_seed(seed)
     sizes = {"vocab_size": VOCAB, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 0}
-    config = AutoConfig.for_model(kind, **sizes, **{**_OWN_SIZES.get(kind, _SIZES), **options})
+    config = AutoConfig.for_model(kind, **sizes | _OWN_SIZES.get(kind, _SIZES) | options)
     model: Any = AutoModelForCausalLM.from_config(config).eval()
     with torch.no_grad():
         for weight in model.parameters():

@@ -55,7 +55,7 @@ def why_not_plain(model: Any) -> str | None:
             return f"a weight is a {type(weight).__name__}"
     if len({weight.dtype for weight in model.parameters()}) != 1:
         return "its weights are of several dtypes"
-    if torch.is_autocast_enabled(model.device.type):
+    if _autocast():
         return "autocast is on"
     if torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks:
         return "hooks are set on all modules"
@@ -105,11 +105,20 @@ def fingerprint(model: Any) -> tuple[Any, ...]:
     return (
         tuple(modules),
         tuple(globally),
-        tuple((weight.data_ptr(), weight._version, weight.dtype) for weight in weights),
+        tuple((weight.data_ptr(), _version(weight), weight.dtype) for weight in weights),
         _sample(weights),
         tuple((name, repr(value)) for name, value in vars(model.config).items()),
-        torch.is_autocast_enabled(model.device.type),
+        _autocast(),
     )
+
+
+def _autocast() -> bool:
+    return torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
+
+
+def _version(weight: Tensor) -> int:
+    # Tensors made under inference mode, as by hooks that load weights when they are needed, count nothing.
+    return -1 if weight.is_inference() else weight._version
 
 
 def _still_buffers(model: Any) -> list[Tensor]:
