@@ -40,8 +40,8 @@ from dsbd_cli.decoding import (
     start,
     top_n_needed,
 )
+from dsbd_cli.decoding.cache.logits import log_probabilities
 from dsbd_cli.decoding.forward.graphs import node_bucket
-from dsbd_cli.decoding.forward.logits import log_probabilities
 from dsbd_cli.settings import Settings
 
 # hidden, intermediate, layers, heads, key/value heads, vocabulary, tied

@@ -292,7 +292,8 @@ class _Generation:
             # Only the engine's own time counts: a consumer may take its time over an event. What a
             # device meanwhile does for the next iteration counts too.
             begin = time.perf_counter()
-            self.seconds += self.target.clock.overlap(begin - end)
+            if isinstance(self.target, HfTreeModel) and self.target.captured:
+                self.seconds += self.target.clock.overlap(begin - end)
             event = next(loop, None)
             end = time.perf_counter()
             self.seconds += end - begin

@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from dsbd_cli.decoding.cache.kv_buffer import SPARE, KVBuffer, Slots, TreeMasks
+from dsbd_cli.decoding.cache.buffers import SPARE, KVBuffer, Slots, TreeMasks
 
 
 def test_slots_are_lowest_first_and_never_the_spare():

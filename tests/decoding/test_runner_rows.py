@@ -6,9 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from dsbd_cli.decoding.forward import logits as module
-from dsbd_cli.decoding.forward.kernels import c_kernels
-from dsbd_cli.decoding.forward.logits import top_logits
+from dsbd_cli.decoding.forward import kernels as module
+from dsbd_cli.decoding.forward.kernels import c_kernels, top_logits
 
 
 @pytest.fixture(params=["tensors", "native"])

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from dsbd_cli.decoding.cache.kv_buffer import KVBuffer
+from dsbd_cli.decoding.cache.buffers import KVBuffer
 from dsbd_cli.decoding.forward import amx, llama
 from dsbd_cli.decoding.forward.backends import why_no_amx
 from dsbd_cli.decoding.forward.kernels import PrepackedLinear, c_kernels

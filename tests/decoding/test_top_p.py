@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 
+from dsbd_cli.decoding.cache.logits import dense_joint
 from dsbd_cli.decoding.device.law_torch import draft_layer
-from dsbd_cli.decoding.forward.logits import dense_joint
 from dsbd_cli.decoding.law.distribution import LogitsProcessor, Row, joint
 
 Kept = list[tuple[int, int]]

@@ -2,7 +2,7 @@
 
 Bookkeeping only: it turns nodes into slots, positions and rows of the tree attention mask, and frees
 what no sequence needs any more. A node's row is its parent's row plus its own slot
-(`kv_buffer.TreeMasks`), so nothing here walks a sequence: the work of a step is that of its new nodes.
+(`buffers.TreeMasks`), so nothing here walks a sequence: the work of a step is that of its new nodes.
 Each request has a tree of its own; all of them share one key/value buffer (docs/design.md sections 5
 and 10). One module, since entering, reserving and freeing a node keep the same few tables in step.
 """
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from dsbd_cli.decoding.cache.kv_buffer import KVBuffer, Slots, TreeMasks
+from dsbd_cli.decoding.cache.buffers import KVBuffer, Slots, TreeMasks
 from dsbd_cli.decoding.tree.sequences import Node
 
 

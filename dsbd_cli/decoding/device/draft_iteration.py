@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dsbd_cli.decoding.cache.logits import Best, unpack
 from dsbd_cli.decoding.cache.tree_cache import Plan, Reservation
 from dsbd_cli.decoding.device.iteration import DraftedLayer
 from dsbd_cli.decoding.device.law_torch import TorchLaw
@@ -24,7 +25,6 @@ from dsbd_cli.decoding.device.layout import DraftLayout, Field
 from dsbd_cli.decoding.device.steps import Nodes, forward, together
 from dsbd_cli.decoding.forward.capture import Captures, InFlight, OverlapClock, Steps, slots_to_see
 from dsbd_cli.decoding.forward.graphs import node_bucket, pad, seen_inside
-from dsbd_cli.decoding.forward.logits import Best, unpack
 from dsbd_cli.decoding.law.distribution import LogitsProcessor
 from dsbd_cli.decoding.model.protocol import Side
 

@@ -6,7 +6,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from dsbd_cli.decoding.cache.kv_buffer import TreeMasks
+from dsbd_cli.decoding.cache.buffers import TreeMasks
 from dsbd_cli.decoding.device.layout import CoverLayout, DraftLayout
 from dsbd_cli.decoding.model.protocol import Side
 

@@ -11,9 +11,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dsbd_cli.decoding.cache.kv_buffer import TreeMasks
+from dsbd_cli.decoding.cache.buffers import TreeMasks
+from dsbd_cli.decoding.cache.logits import finite_logits, log_probabilities, pack
 from dsbd_cli.decoding.device.layout import CoverLayout, DraftLayout, ForestFields
-from dsbd_cli.decoding.forward.logits import finite_logits, log_probabilities, pack
 from dsbd_cli.decoding.model.protocol import Side
 
 

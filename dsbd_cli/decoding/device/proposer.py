@@ -16,8 +16,7 @@ from dsbd_cli.decoding.device.iteration import layer_of
 from dsbd_cli.decoding.forward.outcomes import CannotCapture, OutOfMemory, TooLarge
 from dsbd_cli.decoding.law.distribution import SeededSampler
 from dsbd_cli.decoding.model.hf_model import HfTreeModel
-from dsbd_cli.decoding.model.protocol import draft_room
-from dsbd_cli.decoding.tree.sequences import DraftLayer, Forest, Node, Trie
+from dsbd_cli.decoding.tree.sequences import DraftLayer, Forest, Node, Trie, draft_room
 
 
 class CapturedProposer:
@@ -54,7 +53,7 @@ class CapturedProposer:
         if (
             not self._usable
             or depth < gamma
-            or draft_room(self._draft, beams) < depth
+            or draft_room(self._draft.max_depth, beams) < depth
             or not beams[0].depth
             or len(beams) > self._iteration.width
         ):

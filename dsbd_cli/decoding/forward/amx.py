@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dsbd_cli.decoding.cache.kv_buffer import KVBuffer
+from dsbd_cli.decoding.cache.buffers import KVBuffer
 from dsbd_cli.decoding.forward import native
 from dsbd_cli.loading import processor
 

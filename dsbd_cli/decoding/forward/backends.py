@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from dsbd_cli.decoding.cache.kv_buffer import KVBuffer
+from dsbd_cli.decoding.cache.buffers import KVBuffer
 from dsbd_cli.decoding.forward import amx
 from dsbd_cli.decoding.forward.hf import HfForward, layer_kinds
 from dsbd_cli.decoding.forward.kernels import (

@@ -14,10 +14,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dsbd_cli.decoding.cache.kv_buffer import SPARE
+from dsbd_cli.decoding.cache.buffers import SPARE
+from dsbd_cli.decoding.cache.logits import Best, finite_logits, log_probabilities, pack, unpack
 from dsbd_cli.decoding.cache.tree_cache import Plan, TreeCache
 from dsbd_cli.decoding.forward.capture import Captures, InFlight, OverlapClock, slots_to_see
-from dsbd_cli.decoding.forward.logits import Best, finite_logits, log_probabilities, pack, unpack
 from dsbd_cli.decoding.forward.outcomes import TooLarge
 
 NODE_BUCKETS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dsbd_cli.decoding.cache.kv_buffer import KVBuffer
+from dsbd_cli.decoding.cache.buffers import KVBuffer
 
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 SERVED_KINDS = frozenset({_FULL, _SLIDING})

@@ -21,7 +21,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from dsbd_cli.decoding.cache.buffers import LogitStore
+from dsbd_cli.decoding.cache.logits import Best, best_of, finite_logits, log_probabilities
 from dsbd_cli.decoding.forward import native
+from dsbd_cli.decoding.tree.sequences import Node
 
 _NAMES = {torch.float32: "f32", torch.bfloat16: "bf16"}
 _LARGEST_HEAD = 1024
@@ -280,3 +283,20 @@ def c_kernels_serve(dtype: torch.dtype, head: int = 0) -> bool:
 def c_kernels() -> CKernels | None:
     """The C kernels, compiled if need be; None where that is not possible or not wanted."""
     return native.compiled(lambda: CKernels(native.built("kernels.c")))
+
+
+def top_logits(logits: Tensor, vocab: int, count: int) -> Best:
+    """The `count` most probable tokens of each row of `logits` [N, >= vocab]; one copy to the host."""
+    kernels = c_kernels() if logits.device.type == "cpu" and c_kernels_serve(logits.dtype) else None
+    if kernels is not None and logits.stride(-1) == 1:
+        return Best(*kernels.top_logits(logits, vocab, min(count, vocab)))
+    logps = log_probabilities(logits, vocab)
+    return best_of(logps, finite_logits(logps), count)
+
+
+def keep_logits(store: LogitStore, nodes: Sequence[Node], logits: Tensor) -> None:
+    """Cache what will be asked of these nodes' logits [N, V']: their top-n, or all of them."""
+    if store.size:
+        store.put_best(nodes, top_logits(logits, store.vocab, store.size), range(len(nodes)))
+    else:
+        store.put(nodes, logits)

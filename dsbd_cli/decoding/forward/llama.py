@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention.bias import causal_lower_right
 
-from dsbd_cli.decoding.cache.kv_buffer import KVBuffer
+from dsbd_cli.decoding.cache.buffers import KVBuffer
 from dsbd_cli.decoding.forward.kernels import Int8Linear, Linear, PrepackedLinear, fused
 
 # Where a CUDA graph may be broken (`graphs`): a short piece first, then longer ones.

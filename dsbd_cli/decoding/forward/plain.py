@@ -11,7 +11,7 @@ import functools
 import importlib
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -36,7 +36,8 @@ def why_not_plain(model: Any) -> str | None:
     if type(model).__name__ not in FAMILIES:
         return f"{type(model).__name__} is not one of {', '.join(sorted(FAMILIES))}"
     kinds = _kinds(type(model).__name__)
-    if type(model) is not kinds["CausalLM"]:
+    kind: Any = type(model)
+    if kind is not kinds["CausalLM"]:
         return f"{type(model).__name__} is a class of its own"
     if reason := _changed_functions(kinds):
         return reason
@@ -213,11 +214,11 @@ def _methods(kind: type) -> frozenset[str]:
 
 def _replaced(module: nn.Module) -> list[str]:
     """Methods of its class that the instance has something else for."""
-    own = vars(module)
+    own, kind = vars(module), cast(Any, type(module))
     return [
         name
-        for name in own.keys() & _methods(type(module))
-        if getattr(own[name], "__func__", None) is not getattr(type(module), name)
+        for name in own.keys() & _methods(kind)
+        if getattr(own[name], "__func__", None) is not getattr(kind, name)
     ]
 
 

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from dsbd_cli.decoding.law.distribution import LogitsProcessor, Sampler, most_probable
-from dsbd_cli.decoding.model.protocol import TreeModel, draft_room
-from dsbd_cli.decoding.tree.sequences import DraftLayer, Forest, Node, Trie
+from dsbd_cli.decoding.model.protocol import TreeModel
+from dsbd_cli.decoding.tree.sequences import DraftLayer, Forest, Node, Trie, draft_room
 
 # What is believed of a layer before any was tried. Measured: more costs short answers a third of their speed.
 _PRIOR = 0.65
@@ -65,7 +65,7 @@ class DraftModelProposer:
 
     def propose(self, beams: list[Node], depth: int) -> Forest:
         layers: list[DraftLayer] = []
-        room = draft_room(self._draft, beams)
+        room = draft_room(self._draft.max_depth, beams)
         self.exhausted = room <= 0
         # Below a token that the draft does not have, nothing is drafted.
         beams = [node for node in beams if self._draft.reads(node)]

@@ -11,9 +11,9 @@ from collections.abc import Iterator, Sequence
 
 from dsbd_cli.decoding.law.distribution import LogitsProcessor, Sampler
 from dsbd_cli.decoding.methods.dsbd import Run, verify_layer
-from dsbd_cli.decoding.model.protocol import TreeModel, draft_room
+from dsbd_cli.decoding.model.protocol import TreeModel
 from dsbd_cli.decoding.tree.events import Iteration, Layer
-from dsbd_cli.decoding.tree.sequences import DraftLayer, Forest, Node, Trie
+from dsbd_cli.decoding.tree.sequences import DraftLayer, Forest, Node, Trie, draft_room
 
 
 class TreeProposer:
@@ -40,7 +40,7 @@ class TreeProposer:
     def propose(self, beams: list[Node], depth: int) -> Forest:
         layers: list[DraftLayer] = []
         level = [node for node in beams if self._draft.reads(node)]
-        room = draft_room(self._draft, beams)
+        room = draft_room(self._draft.max_depth, beams)
         self.exhausted = room <= 0
         for count in self._expansion[: max(0, min(depth, room))]:
             if not level:

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dsbd_cli.decoding.cache.buffers import LogitStore
 from dsbd_cli.decoding.cache.tree_cache import Plan, TreeCache
 from dsbd_cli.decoding.forward import backends
 from dsbd_cli.decoding.forward.attention import without_planning
@@ -16,7 +17,7 @@ from dsbd_cli.decoding.forward.backends import Forward
 from dsbd_cli.decoding.forward.capture import InFlight, OverlapClock
 from dsbd_cli.decoding.forward.graphs import GraphForward, why_not
 from dsbd_cli.decoding.forward.hf import context_limit
-from dsbd_cli.decoding.forward.logits import LogitStore
+from dsbd_cli.decoding.forward.kernels import keep_logits
 from dsbd_cli.decoding.forward.outcomes import CannotCapture, OutOfMemory, TooLarge
 from dsbd_cli.decoding.forward.plain import why_not_recorded
 from dsbd_cli.decoding.forward.selftest import check_tree, refusal, refuse_unserved
@@ -256,7 +257,7 @@ class HfTreeModel:
             else:
                 mask = self.pool.masks.causal(plan.mask_rows[0], slots)
             logits = self._compute(plan, slots, mask, 1)
-        self.rows.put([root], logits)
+        keep_logits(self.rows, [root], logits)
 
     @torch.inference_mode()
     def forward(self, nodes: Iterable[Node]) -> None:
@@ -283,7 +284,7 @@ class HfTreeModel:
             inside = torch.from_numpy(plan.inside).to(self.device)
             mask = self.pool.masks.extend(base, rows, slots, inside)
             head = 0 if len(keep) == len(batch) else torch.tensor(keep, device=self.device)
-            self.rows.put([batch[i] for i in keep], self._compute(plan, slots, mask, head))
+            keep_logits(self.rows, [batch[i] for i in keep], self._compute(plan, slots, mask, head))
         self.calls += 1
 
     def has_logits(self, node: Node) -> bool:
@@ -318,7 +319,7 @@ class HfTreeModel:
             if self.rows.size:
                 self._in_flight = self.graphs.launch(plan, self.rows.size), nodes, keep, len(plan)
             else:
-                self.rows.put(nodes, self.graphs.logits(plan)[keep])
+                keep_logits(self.rows, nodes, self.graphs.logits(plan)[keep])
         except TooLarge:
             return False
         except CannotCapture as error:
@@ -348,5 +349,7 @@ class HfTreeModel:
             cache.length = torch.tensor([plan.used], device=self.device)
         ids, positions = torch.tensor([plan.ids, plan.positions], device=self.device)
         seen: Any = None if mask is None else mask[:, : plan.used]
-        with without_planning(self.device):
+        if self.device.type != "cuda":
+            return self._forward(cache, ids, positions, seen, head)
+        with without_planning():
             return self._forward(cache, ids, positions, seen, head)

@@ -16,9 +16,10 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
+from dsbd_cli.decoding.cache.buffers import LogitStore
 from dsbd_cli.decoding.forward.capture import OverlapClock
 from dsbd_cli.decoding.forward.hf import context_limit
-from dsbd_cli.decoding.forward.logits import LogitStore
+from dsbd_cli.decoding.forward.kernels import keep_logits
 from dsbd_cli.decoding.law.distribution import LogitsProcessor, Support
 from dsbd_cli.decoding.tree.sequences import Node
 
@@ -102,7 +103,7 @@ class PathModel:
         self.rows.start(top_n)
         self.calls = 0
         self._ids, self._prompt = list(ids), len(ids)
-        self.rows.put([root], self._steps.begin(self._ids))
+        keep_logits(self.rows, [root], self._steps.begin(self._ids))
 
     @torch.inference_mode()
     def forward(self, nodes: Iterable[Node]) -> None:
@@ -114,7 +115,7 @@ class PathModel:
         self._ids.append(node.token)
         if len(self._ids) != self._prompt + node.depth:
             raise ValueError("one sequence, token by token")
-        self.rows.put([node], self._steps.extend(self._ids))
+        keep_logits(self.rows, [node], self._steps.extend(self._ids))
         self.calls += 1
 
     def has_logits(self, node: Node) -> bool:

@@ -78,11 +78,6 @@ class Side:
     top_n: int
 
 
-def draft_room(draft: TreeModel, beams: list[Node]) -> int:
-    """How many layers the draft's context still allows: layer j forwards nodes of depth beams + j - 1."""
-    return 1 << 30 if draft.max_depth is None else draft.max_depth - beams[0].depth + 1
-
-
 @dataclass(frozen=True)
 class Demand:
     """What a method asks of an engine: the sizes of every request, and what is drawn from.

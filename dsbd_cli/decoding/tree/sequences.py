@@ -184,3 +184,12 @@ class Forest:
         """Distinct drafted nodes that a model may be asked about (finished ones are leaves)."""
         for layer in self.layers:
             yield from dict.fromkeys(node for node in layer.draws if node.finish is None)
+
+
+def draft_room(max_depth: int | None, beams: list[Node]) -> int:
+    """How many layers a draft's context still allows: layer j forwards nodes of depth beams + j - 1.
+
+    Args:
+        max_depth: of the deepest node that the context has room for; None: no limit.
+    """
+    return 1 << 30 if max_depth is None else max_depth - beams[0].depth + 1

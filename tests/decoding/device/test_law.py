@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 import torch
 
-from dsbd_cli.decoding.cache.kv_buffer import TreeMasks
+from dsbd_cli.decoding.cache.buffers import TreeMasks
+from dsbd_cli.decoding.cache.logits import finite_logits, log_probabilities, pack, unpack
 from dsbd_cli.decoding.device.law import DeviceLaw
 from dsbd_cli.decoding.device.law_torch import TorchLaw, best_layer, draft_layer
 from dsbd_cli.decoding.device.layout import CoverLayout
-from dsbd_cli.decoding.forward.logits import finite_logits, log_probabilities, pack, unpack
 from dsbd_cli.decoding.law.distribution import LogitsProcessor, Row, SeededSampler, joint, most_probable
 from dsbd_cli.decoding.model.protocol import Side
 

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import torch
 
+from dsbd_cli.decoding.cache.logits import dense_joint
 from dsbd_cli.decoding.cache.tree_cache import Plan
 from dsbd_cli.decoding.forward.capture import Captures, slot_bucket
 from dsbd_cli.decoding.forward.graphs import NODE_BUCKETS, node_bucket, pad, seen_inside, why_not
-from dsbd_cli.decoding.forward.logits import dense_joint
 from dsbd_cli.decoding.forward.outcomes import TooLarge
 from dsbd_cli.decoding.law.distribution import LogitsProcessor, Row, joint
 from dsbd_cli.decoding.model.hf_model import HfTreeModel
