@@ -20,7 +20,7 @@ DOOR = "dsbd_cli.decoding"
 RANKS = {"law": 0, "tree": 1, "cache": 2, "forward": 3, "model": 4, "device": 5, "methods": 5}
 # Measuring code looks inside: which rooms, file by file. Everything else knows the door only.
 LOOKS_INSIDE = {
-    "benchmarks/gpu_check.py": {"forward"},
+    "benchmarks/gpu_check.py": {"cache", "forward"},
     "benchmarks/kit/phases.py": {"device"},
 }
 

@@ -79,13 +79,26 @@ def test_best_entries(law, rows, width, vocab, count):
     assert got.finite.all()
 
 
-@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
-def test_logits_that_are_not_finite_are_noticed(law, bad):
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_logits_that_are_no_distribution_are_noticed(law, bad):
     law, device = law
-    logits = torch.randn(3, 2500, generator=torch.Generator().manual_seed(0)).to(device)
+    logits = torch.randn(4, 2500, generator=torch.Generator().manual_seed(0)).to(device)
     logits[1, 1700] = bad
+    logits[2] = -float("inf")
     side = Side(None, None, 2500, 4)  # type: ignore[arg-type]
-    assert unpack(law.pack(side, logits).cpu().numpy()).finite.tolist() == [True, False, True]
+    assert unpack(law.pack(side, logits).cpu().numpy()).finite.tolist() == [True, False, False, True]
+
+
+def test_a_masked_token_has_probability_0_and_spoils_nothing(law):
+    law, device = law
+    logits = torch.randn(2, 2500, generator=torch.Generator().manual_seed(0)).to(device)
+    masked = int(logits[1].argmax())
+    logits[1, masked] = -float("inf")
+    best = unpack(law.pack(Side(None, None, 2500, 4), logits).cpu().numpy())  # type: ignore[arg-type]
+    assert best.finite.all()
+    assert masked not in best.tokens[1]
+    exact = torch.log_softmax(logits[1].double(), -1).cpu()
+    assert np.allclose(best.logps[1], exact[best.tokens[1]], atol=1e-5)
 
 
 @pytest.mark.parametrize("depth", [0, 1])
