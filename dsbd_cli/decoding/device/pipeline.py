@@ -25,7 +25,7 @@ from dsbd_cli.decoding.device.iteration import (
 )
 from dsbd_cli.decoding.forward.capture import InFlight
 from dsbd_cli.decoding.forward.outcomes import CannotCapture, OutOfMemory
-from dsbd_cli.decoding.law.distribution import Sampler, SeededSampler
+from dsbd_cli.decoding.law.distribution import LogitsProcessor, Sampler, SeededSampler
 from dsbd_cli.decoding.model.hf_model import HfTreeModel
 from dsbd_cli.decoding.model.protocol import Commit
 from dsbd_cli.decoding.tree.request import Request
@@ -39,9 +39,13 @@ class _Uniforms:
     """A request's uniforms while iterations are in flight: looked at by launches, used by committed layers.
 
     The sampler itself moves on in blocks, and to where it belongs by `settle`.
+
+    Attributes:
+        temperature, top_p: what they are drawn under.
     """
 
-    def __init__(self, sampler: SeededSampler, width: int) -> None:
+    def __init__(self, sampler: SeededSampler, width: int, processor: LogitsProcessor) -> None:
+        self.temperature, self.top_p = processor.temperature, processor.enough
         self._sampler, self._width = sampler, width
         self._block = np.zeros((0, width))
         self._used = 0
@@ -139,7 +143,9 @@ class Pipeline:
             return True
         if not self._usable or not all(self._ready(request) for request in requests):
             return False
-        self._uniforms = [_Uniforms(_seeded(request.sampler), request.width) for request in requests]
+        self._uniforms = [
+            _Uniforms(_seeded(request.sampler), request.width, request.processor) for request in requests
+        ]
         states = [self._state_of(request) for request in requests]
         if not self._launch(requests, states):
             return False
@@ -262,8 +268,8 @@ class Pipeline:
             for request, uniforms, state in zip(requests, self._uniforms, states, strict=True):
                 spaces.append(self._iteration.reserve())
                 origin = self._target.pool.position(request.hypotheses.active[0])
-                processor, ahead = request.processor, uniforms.ahead(self._iteration.layout.window)
-                sent.append(Sent(spaces[-1], ahead, origin, processor.temperature, processor.enough, state))
+                ahead = uniforms.ahead(self._iteration.layout.window)
+                sent.append(Sent(spaces[-1], ahead, origin, uniforms.temperature, uniforms.top_p, state))
             flight = self._iteration.launch(sent)
         except (CannotCapture, OutOfMemory) as error:
             for space in spaces:

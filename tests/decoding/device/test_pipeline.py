@@ -12,7 +12,7 @@ from dsbd_cli.decoding.device.iteration import CoverIteration
 from dsbd_cli.decoding.device.pipeline import _Uniforms
 from dsbd_cli.decoding.forward.capture import Captures
 from dsbd_cli.decoding.forward.outcomes import CannotCapture, OutOfMemory
-from dsbd_cli.decoding.law.distribution import SeededSampler
+from dsbd_cli.decoding.law.distribution import LogitsProcessor, SeededSampler
 from dsbd_cli.decoding.methods.setup import decode
 from dsbd_cli.decoding.tree.events import Iteration
 from dsbd_cli.decoding.tree.sequences import Node
@@ -236,7 +236,7 @@ def test_steps_need_an_iteration_in_flight(pair):
 
 def test_uniforms_are_those_of_the_sampler_whatever_is_looked_at():
     sampler, plain = SeededSampler(3, 0), SeededSampler(3, 0)
-    uniforms = _Uniforms(sampler, 4)
+    uniforms = _Uniforms(sampler, 4, LogitsProcessor())
     wanted = SeededSampler(3, 0).uniforms(4 * 400).reshape(400, 4)
     used = 0
     for step in range(60):
