@@ -19,6 +19,8 @@ from dsbd_cli.settings import DRAFTING, FIELDS, Settings
 from dsbd_cli.ui import waiting
 
 if TYPE_CHECKING:
+    import torch
+
     from dsbd_cli.decoder import Decoder
 
 MODEL, DECODING, SAMPLING = "Models", "Decoding", "Sampling and stopping"
@@ -196,6 +198,7 @@ class Chosen:
 
             with TerminalProgress() as progress:
                 pair = load_pair(spec, need_draft=wanted, progress=progress)
+            make_current(pair.target.device)
             return Decoder(pair, settings)
         finally:
             waiting.ready()
@@ -207,6 +210,17 @@ class Chosen:
 
         texts = [spec.target, *([spec.draft] if draft and spec.draft else [])]
         return "loading " + " + ".join(parse_source(text).name for text in texts)
+
+
+def make_current(device: torch.device) -> None:
+    """Make a card the process's current one: Triton launches there, and only there.
+
+    Without it a model on another card than the first would run on other kernels, slower and rounded otherwise.
+    """
+    if device.type == "cuda":
+        import torch
+
+        torch.cuda.set_device(device)
 
 
 def _wants_draft(spec: Any, settings: Settings, every_method: bool) -> bool:

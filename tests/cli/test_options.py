@@ -349,3 +349,17 @@ def test_the_command_line_beats_the_preset_and_0_and_false_are_values(
         0,
     )
     assert dsbd(*base, "--max-new-tokens", "0").json["text"] == ""
+
+
+def test_the_card_that_holds_the_target_is_made_current(monkeypatch):
+    """Triton launches on torch's current card: every card of a sharded run has to take the same path."""
+    import torch
+
+    from dsbd_cli.cli.options import make_current
+
+    made: list[object] = []
+    monkeypatch.setattr(torch.cuda, "set_device", made.append)
+    make_current(torch.device("cpu"))
+    assert made == []
+    make_current(torch.device("cuda", 1))
+    assert made == [torch.device("cuda", 1)]
