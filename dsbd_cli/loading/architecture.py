@@ -74,7 +74,8 @@ def rope_border(config: Any) -> int | None:
     ropes = getattr(text, "rope_parameters", None) or {}
     parts = [ropes, *(part for part in ropes.values() if isinstance(part, dict))]
     borders = [
-        part.get("original_max_position_embeddings") or getattr(text, "original_max_position_embeddings", None)
+        part.get("original_max_position_embeddings")
+        or getattr(text, "original_max_position_embeddings", None)
         for part in parts
         if part.get("rope_type") == "longrope"
     ]

@@ -65,7 +65,11 @@ def _tried(model: Any, small: Any, method: str, cases: int, seed: int) -> tuple[
     for _ in range(cases):
         ids = torch.tensor([[dice.randrange(3, zoo.VOCAB) for _ in range(dice.randrange(2, 9))]])
         length = dice.randrange(3, 13)
-        ours: dict[str, Any] = {"custom_generate": dsbd_cli.generate, "max_new_tokens": length, "draft_model": small}
+        ours: dict[str, Any] = {
+            "custom_generate": dsbd_cli.generate,
+            "max_new_tokens": length,
+            "draft_model": small,
+        }
         theirs: dict[str, Any] = {"max_new_tokens": length, "do_sample": False, "num_beams": 1}
         if method == "deterministic":
             beams = dice.choice((2, 3, 4))
@@ -74,7 +78,14 @@ def _tried(model: Any, small: Any, method: str, cases: int, seed: int) -> tuple[
         elif method == "multinomial":
             ours |= {"method": method, "do_sample": False}
         else:  # beams of the joint's most probable continuation: greedy
-            ours |= {"method": method, "width": 3, "do_sample": True, "top_k": 1, "top_p": 1.0, "temperature": 1.0}
+            ours |= {
+                "method": method,
+                "width": 3,
+                "do_sample": True,
+                "top_k": 1,
+                "top_p": 1.0,
+                "temperature": 1.0,
+            }
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")
             try:

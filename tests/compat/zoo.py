@@ -39,11 +39,20 @@ _BY_VALUE: dict[int, str] = {
     0: "bos_token_id mtp_num_layers num_nextn_predict_layers",
 }
 _SIZES: dict[str, Any] = {name: value for value, names in _BY_VALUE.items() for name in names.split()}
-_SIZES |= {"attention_dropout": 0.0, "dropout": 0.0, "forced_eos_token_id": None, "tie_word_embeddings": False}
+_SIZES |= {
+    "attention_dropout": 0.0,
+    "dropout": 0.0,
+    "forced_eos_token_id": None,
+    "tie_word_embeddings": False,
+}
 # What the general sizes do not fit: by architecture.
 _OWN: dict[str, dict[str, Any]] = {
     "gpt_neo": {"attention_types": [[["global", "local"], 1]], "window_size": WINDOW},
-    "reformer": {"axial_pos_embds_dim": (16, 16), "axial_pos_shape": (8, 16), "attn_layers": ["local", "lsh"]},
+    "reformer": {
+        "axial_pos_embds_dim": (16, 16),
+        "axial_pos_shape": (8, 16),
+        "attn_layers": ["local", "lsh"],
+    },
     "xmod": {"default_language": "en_XX"},
     "ctrl": {"dff": 48},
     "mamba2": {"num_heads": 8},

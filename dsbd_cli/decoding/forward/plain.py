@@ -123,11 +123,14 @@ def _version(weight: Tensor) -> int:
 
 def _still_buffers(model: Any) -> list[Tensor]:
     return [
-        buffer
-        for module in model.modules()
-        if getattr(module, "rope_type", None) not in _MOVING
-        for buffer in module.buffers(recurse=False)
+        buffer for module in model.modules() if not _moves(module) for buffer in module.buffers(recurse=False)
     ]
+
+
+def _moves(module: nn.Module) -> bool:
+    """Whether a rotary module has factors that follow the length; its `rope_type` may go by kind of layer."""
+    kinds = getattr(module, "rope_type", None)
+    return bool(_MOVING & set(kinds.values() if isinstance(kinds, dict) else [kinds]))
 
 
 def _sample(weights: list[Tensor]) -> bytes:
@@ -216,7 +219,7 @@ def _replaced(module: nn.Module) -> list[str]:
     own = vars(module)
     return [
         name
-        for name in own.keys() & _methods(type(module))
+        for name in own.keys() & _methods(type(module))  # type: ignore[arg-type]
         if getattr(own[name], "__func__", None) is not getattr(type(module), name)
     ]
 

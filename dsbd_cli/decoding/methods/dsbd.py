@@ -241,7 +241,10 @@ def cover_layers(run: Run, forest: Forest) -> Iterator[Layer]:
         inside = frozenset(drafted.draws)
 
         def held(
-            index: int, support: Support = support, nodes: list[Node] = nodes, inside: frozenset[Node] = inside
+            index: int,
+            support: Support = support,
+            nodes: list[Node] = nodes,
+            inside: frozenset[Node] = inside,
         ) -> bool | None:
             nodes.append(run.node(support, index))
             # A finished sequence needs no node of the forest.
