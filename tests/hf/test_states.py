@@ -56,9 +56,10 @@ def test_inputs_that_change_the_text_are_refused_and_flags_come_back() -> None:
 
 
 def test_a_draft_of_another_size_changes_nothing() -> None:
+    ids = IDS % 5 + 2
     for rows, fewer in ((64, 40), (40, 64), (64, 7)):
         target, draft = tiny("llama", 0, vocab_size=rows), tiny("llama", 1, vocab_size=fewer)
         ours = target.generate(
-            IDS % 5, custom_generate=dsbd_cli.generate, draft_model=draft, width=3, max_new_tokens=14
+            ids, custom_generate=dsbd_cli.generate, draft_model=draft, width=3, max_new_tokens=14
         )
-        assert ours.tolist() == target.generate(IDS % 5, num_beams=3, max_new_tokens=14).tolist()
+        assert ours.tolist() == target.generate(ids, num_beams=3, max_new_tokens=14).tolist()

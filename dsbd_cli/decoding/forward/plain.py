@@ -36,7 +36,7 @@ def why_not_plain(model: Any) -> str | None:
     if type(model).__name__ not in FAMILIES:
         return f"{type(model).__name__} is not one of {', '.join(sorted(FAMILIES))}"
     kinds = _kinds(type(model).__name__)
-    if type(model) is not kinds["CausalLM"]:
+    if kinds["CausalLM"] is not type(model):
         return f"{type(model).__name__} is a class of its own"
     if reason := _changed_functions(kinds):
         return reason
