@@ -36,7 +36,8 @@ def why_not_plain(model: Any) -> str | None:
     if type(model).__name__ not in FAMILIES:
         return f"{type(model).__name__} is not one of {', '.join(sorted(FAMILIES))}"
     kinds = _kinds(type(model).__name__)
-    if kinds["CausalLM"] is not type(model):
+    own_type: Any = type(model)  # (compared as such, a type checker takes the model for one of these)
+    if own_type is not kinds["CausalLM"]:
         return f"{type(model).__name__} is a class of its own"
     if reason := _changed_functions(kinds):
         return reason
