@@ -115,8 +115,7 @@ def _check_context(decoder: Decoder, texts: list[list[int]], options: Options) -
         limit = decoder.target.limit_for(len(ids))
         if limit is not None and len(ids) + asked > limit:
             raise UserError(
-                f"a prompt of {len(ids)} tokens and {asked} new ones go beyond the {limit} "
-                "that the target serves them with: "
+                f"a prompt of {len(ids)} tokens and {asked} new ones go beyond the target's {limit}: "
                 f"give max_new_tokens={max(0, limit - len(ids))} or less"
             )
 

@@ -75,8 +75,15 @@ def _refuse_filled(name: str, cache: Any) -> None:
         return
     if "Quant" in type(cache).__name__:
         raise UserError(f"a {type(cache).__name__} is not offered: keys and values keep the model's dtype")
-    if not hasattr(cache, "get_seq_length") or int(cache.get_seq_length()) > 0:
+    if not hasattr(cache, "get_seq_length") or _filled(cache):
         raise UserError(f"{name} that holds tokens already is not offered: give all tokens as input_ids")
+
+
+def _filled(cache: Any) -> bool:
+    try:
+        return int(cache.get_seq_length()) > 0
+    except ValueError:  # only recurrent layers, which have no length
+        return any(getattr(layer, "is_initialized", False) for layer in getattr(cache, "layers", ()))
 
 
 def _padding(model: Any, input_ids: Tensor, mask: Tensor | None) -> Tensor:

@@ -36,8 +36,8 @@ def why_not_plain(model: Any) -> str | None:
     if type(model).__name__ not in FAMILIES:
         return f"{type(model).__name__} is not one of {', '.join(sorted(FAMILIES))}"
     kinds = _kinds(type(model).__name__)
-    kind: Any = type(model)
-    if kind is not kinds["CausalLM"]:
+    own_type: Any = type(model)  # (compared as such, a type checker takes the model for one of these)
+    if own_type is not kinds["CausalLM"]:
         return f"{type(model).__name__} is a class of its own"
     if reason := _changed_functions(kinds):
         return reason
@@ -124,11 +124,14 @@ def _version(weight: Tensor) -> int:
 
 def _still_buffers(model: Any) -> list[Tensor]:
     return [
-        buffer
-        for module in model.modules()
-        if getattr(module, "rope_type", None) not in _MOVING
-        for buffer in module.buffers(recurse=False)
+        buffer for module in model.modules() if not _moves(module) for buffer in module.buffers(recurse=False)
     ]
+
+
+def _moves(module: nn.Module) -> bool:
+    """Whether a rotary module has factors that follow the length; its `rope_type` may go by kind of layer."""
+    kinds = getattr(module, "rope_type", None)
+    return bool(_MOVING & set(kinds.values() if isinstance(kinds, dict) else [kinds]))
 
 
 def _sample(weights: list[Tensor]) -> bytes:

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import DynamicCache
+from transformers import DynamicCache, GenerationMixin
 
 from dsbd_cli.decoding.cache.buffers import LogitStore
 from dsbd_cli.decoding.forward.capture import OverlapClock
@@ -151,7 +151,8 @@ class _Steps:
     def __init__(self, model: Any, device: torch.device) -> None:
         self._model, self._device, self.cached = model, device, True
         self._takes = set(inspect.signature(model.forward).parameters)
-        self._prepares = set(inspect.signature(model.prepare_inputs_for_generation).parameters)
+        # What this transformers hands to every model; many take it as further keywords.
+        self._prepares = set(inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters)
         self._cache = next((name for name in ("cache", "past_key_values") if name in self._takes), None)
         self._kwargs: dict[str, Any] = {}
 
