@@ -43,7 +43,7 @@ class Phases:
             "propose": self._propose,
             "advance": self._advance,
             "finish_iteration": self._finish,
-            "look_ahead": self._ahead,
+            "launch_ahead": self._ahead,
         }
         for name, wrap in steps.items():
             self._kept[name] = getattr(Run, name)

@@ -69,6 +69,8 @@ def same_model(one: LoadedModel, other: LoadedModel) -> bool:
         return True
     if type(one.model) is not type(other.model) or (one.dtype, one.device) != (other.dtype, other.device):
         return False
+    if any((getattr(loaded.model, "tp_size", None) or 1) > 1 for loaded in (one, other)):
+        return False  # each process holds a part of every weight: nothing to compare
     pairs = [dict(loaded.model.named_parameters()) for loaded in (one, other)]
     shapes = [{name: weight.shape for name, weight in part.items()} for part in pairs]
     if shapes[0] != shapes[1] or any(weight.is_meta for part in pairs for weight in part.values()):

@@ -11,7 +11,7 @@ import numpy as np
 # How many of the largest joint weights are sorted first when top-p has no top-k to lean on.
 _HEAD = 1024
 # Sums of probabilities round: nine tokens of ten equal ones reach a top-p of 0.9.
-_SUMS_ROUND = 1e-12
+_SUMS_ROUND = 1e-14
 
 
 class Row(NamedTuple):
