@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from dsbd_cli.decoding.law.distribution import Sampler, Support
-from dsbd_cli.decoding.methods.dsbd import Run, accept_layers, cover_layers
+from dsbd_cli.decoding.methods.dsbd import Run, layers_of
 from dsbd_cli.decoding.methods.setup import decode, start
 from dsbd_cli.decoding.tree.events import Iteration, Layer
 from dsbd_cli.decoding.tree.sequences import DraftLayer, Forest, Node, Trie
@@ -157,8 +157,7 @@ class Toy:
             run = self.run(sampler, _NO, state)
             forest = Forest([layer.rebuild(run.trie) for layer in layers])
             run.advance(forest)
-            covers = self.settings.verify == "cover"
-            events = cover_layers(run, forest) if covers else accept_layers(run, forest, self.settings.verify)
+            events = layers_of(run, forest, self.settings.verify)
             layer = layer_set(next(events))
             following, stopped = state_of(run), run.hypotheses.stopped()
             sampler.closed = True

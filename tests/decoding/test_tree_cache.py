@@ -56,7 +56,7 @@ def withdrawn(cache: TreeCache, beams: list[Node]) -> list[Node]:
     """A forward that failed: its nodes are taken out again."""
     nodes = forest(beams)
     cache.plan(nodes)
-    cache.withdraw(nodes)
+    cache.roll_back(nodes)
     return beams
 
 
@@ -64,7 +64,7 @@ def adopted(cache: TreeCache, beams: list[Node]) -> list[Node]:
     """Nodes that a device computed in places reserved beforehand; two of five live on."""
     reservation = cache.reserve(6)
     nodes = forest(beams)
-    cache.adopt(reservation, {node: place for place, node in enumerate(nodes)})
+    cache.commit(reservation, {node: place for place, node in enumerate(nodes)})
     return [nodes[-1], nodes[1]]
 
 

@@ -47,7 +47,7 @@ def finite_logits(logps: Tensor) -> Tensor:
 
 
 def best_of(logps: Tensor, finite: Tensor, count: int) -> Best:
-    """`top_logits` for log-probabilities at hand: float32 [N, V] and bool [N]."""
+    """`kernels.top_logits` for log-probabilities at hand: float32 [N, V] and bool [N]."""
     return unpack(pack(logps, finite, min(count, logps.shape[-1])).cpu().numpy())
 
 

@@ -236,7 +236,7 @@ class TreeCache:
         self._reservations.append(reservation)
         return reservation
 
-    def adopt(self, reservation: Reservation, places: dict[Node, int]) -> None:
+    def commit(self, reservation: Reservation, places: dict[Node, int]) -> None:
         """Nodes computed in places of a reservation: the next `retain` enters those that live on."""
         reservation.places = places
 
@@ -256,13 +256,13 @@ class TreeCache:
 
         Most of a forest dies in the iteration that made it: those nodes are never entered.
         """
-        landed = [reservation for reservation in self._reservations if reservation.places is not None]
-        entered: dict[int, set[int]] = {id(reservation): set() for reservation in landed}
+        committed = [reservation for reservation in self._reservations if reservation.places is not None]
+        entered: dict[int, set[int]] = {id(reservation): set() for reservation in committed}
         for leaf in leaves:
             path: list[tuple[Node, Reservation, int]] = []
             node: Node | None = leaf
             while node is not None and node not in self._entries:
-                for reservation in landed:
+                for reservation in committed:
                     assert reservation.places is not None
                     if (place := reservation.places.get(node)) is not None:
                         path.append((node, reservation, place))
@@ -273,13 +273,13 @@ class TreeCache:
                 assert new.parent is not None
                 self._enter(new, reservation.slots[place]).mask_row = reservation.mask_rows[place]
                 self._open.add(new)
-        for reservation in landed:
+        for reservation in committed:
             kept = entered[id(reservation)]
             self._reservations.remove(reservation)
             self.slots.give(slot for place, slot in enumerate(reservation.slots) if place not in kept)
             self.masks.give(row for place, row in enumerate(reservation.mask_rows) if place not in kept)
 
-    def withdraw(self, nodes: Sequence[Node]) -> None:
+    def roll_back(self, nodes: Sequence[Node]) -> None:
         """Take planned nodes (parents first) out again, as if they had never been computed."""
         for node in reversed(nodes):
             if self._entries[node].children == 0:

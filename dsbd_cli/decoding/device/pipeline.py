@@ -359,7 +359,7 @@ class Pipeline:
                 # The next iteration computes its beams itself.
                 if node is not None and node.depth < deepest:
                     computed[node] = layout.width + depth * layout.draft_width + i
-        self._target.pool.adopt(part.space.target, computed)
+        self._target.pool.commit(part.space.target, computed)
         if self._draft is None or part.space.draft is None:
             return
         places: dict[Node, int] = {}
@@ -369,7 +369,7 @@ class Pipeline:
         for node, place in computed.items():
             if place < end:
                 places[node] = layout.width + place
-        self._draft.pool.adopt(part.space.draft, places)
+        self._draft.pool.commit(part.space.draft, places)
 
 
 def _seeded(sampler: Sampler) -> SeededSampler:

@@ -114,8 +114,8 @@ class CapturedProposer:
         """Give back what was reserved; the planned nodes were not computed, so they go too."""
         self._draft.pool.release(self._spaces[0])
         self._target.pool.release(self._spaces[1])
-        self._draft.withdraw(self._drafted)
-        self._target.withdraw(self._missed)
+        self._draft.roll_back(self._drafted)
+        self._target.roll_back(self._missed)
 
     def _committed(self, beams: list[Node], answer: Answer) -> Forest:
         """The forest that came back; both pools and the target's logits know its nodes."""
@@ -138,8 +138,8 @@ class CapturedProposer:
         offset = len(self._missed)
         self._target.rows.put_best(self._missed, answer.rows, range(offset))
         self._target.rows.put_best(list(found), answer.rows, [offset + place for place in found.values()])
-        self._target.pool.adopt(self._spaces[1], found)
+        self._target.pool.commit(self._spaces[1], found)
         small = (gamma - 1) * width  # the last layer is not computed by the draft
         forwarded = {node: place for node, place in found.items() if place < small}
-        self._draft.pool.adopt(self._spaces[0], forwarded)
+        self._draft.pool.commit(self._spaces[0], forwarded)
         return Forest(layers, computed=True)

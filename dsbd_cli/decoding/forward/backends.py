@@ -66,11 +66,13 @@ class Backend(NamedTuple):
 
     Attributes:
         name: for people.
+        fused: it reads the weights and runs none of the model's code, so `why_not_fused` must find nothing.
         why_not: (model, int8) to the reason why it does not serve the model here; None where it does.
         make: (model, int8) to the forward.
     """
 
     name: str
+    fused: bool
     why_not: Callable[[Any, bool], str | None]
     make: Callable[[Any, bool], Forward]
 
@@ -117,27 +119,28 @@ def _why_no_triton(model: Any, int8: bool) -> str | None:
     return None if _triton() is not None else "Triton is not installed"
 
 
-# The fused ones also need `why_not_fused` to find nothing.
-_FUSED = (
-    Backend("AMX", why_no_amx, lambda model, int8: amx.AmxForward(model, int8=int8)),
+TABLE = (
+    Backend("AMX", True, why_no_amx, lambda model, int8: amx.AmxForward(model, int8=int8)),
     Backend(
         "fused Llama, C kernels",
+        True,
         _why_no_c,
         lambda model, int8: LlamaForward(model, _linear(model, int8), c_kernels()),
     ),
     Backend(
         "fused Llama, Triton kernels",
+        True,
         _why_no_triton,
         lambda model, int8: LlamaForward(model, _linear(model, int8), _triton()),
     ),
     Backend(
         "fused Llama, tensor operations",
+        True,
         lambda model, int8: None,
         lambda model, int8: LlamaForward(model, _linear(model, int8), None),
     ),
+    Backend("Hugging Face", False, lambda model, int8: None, lambda model, int8: HfForward(model)),
 )
-_OWN = Backend("Hugging Face", lambda model, int8: None, lambda model, int8: HfForward(model))
-TABLE = (*_FUSED, _OWN)
 
 
 def candidates(model: Any, *, int8: bool = False, fused: bool = True) -> Iterator[Forward]:
@@ -147,19 +150,13 @@ def candidates(model: Any, *, int8: bool = False, fused: bool = True) -> Iterato
         int8: for a draft on a CPU: try those that multiply in int8 first.
         fused: False leaves the model's own alone.
     """
-    if fused and why_not_fused(model) is None:
-        for narrow in (True, False) if int8 else (False,):
-            for backend in _FUSED:
-                if backend.why_not(model, narrow) is None:
-                    yield backend.make(model, narrow)
-    yield _OWN.make(model, False)
-
-
-def why_not(model: Any, *, int8: bool = False) -> dict[str, str | None]:
-    """By name, why each forward of the table does not serve `model` here; None where it does."""
-    reason = why_not_fused(model)
-    found = {backend.name: reason or backend.why_not(model, int8) for backend in _FUSED}
-    return found | {_OWN.name: None}
+    fused = fused and why_not_fused(model) is None
+    for narrow in (True, False) if int8 and fused else (False,):
+        for backend in TABLE:
+            if narrow and not backend.fused:
+                continue
+            if (fused or not backend.fused) and backend.why_not(model, narrow) is None:
+                yield backend.make(model, narrow)
 
 
 def why_not_fused(model: Any) -> str | None:

@@ -74,8 +74,8 @@ def why_altered(module: nn.Module) -> str | None:
     return None
 
 
-def why_not_recorded(model: Any) -> str | None:
-    """What may change a model's computation without a trace: a recording would not follow it."""
+def why_not_captured(model: Any) -> str | None:
+    """What may change a model's computation without a trace: a capture would not follow it."""
     for module in model.modules():
         if type(module).__module__.startswith("peft."):
             return "its adapters may be switched"

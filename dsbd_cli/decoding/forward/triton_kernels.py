@@ -1,7 +1,7 @@
 """The steps between the products of a Llama-shaped layer on a GPU, and attention over a tree, in Triton.
 
 Same calls as `native.Kernels`. Attention reads keys and values once for all query heads that share
-them, only up to the slots in use (a number on the device, so that one recording serves any length),
+them, only up to the slots in use (a number on the device, so that one capture serves any length),
 and splits the slots over enough programs to keep the whole device busy.
 """
 
@@ -245,7 +245,7 @@ class Kernels:
         return out
 
     def _turns_for(self, count: int, like: Tensor) -> Tensor:
-        """Zeros that outlive the call: a recording keeps their address, and every use leaves zeros."""
+        """Zeros that outlive the call: a capture keeps their address, and every use leaves zeros."""
         if not self._turns or len(self._turns[-1]) < count:
             self._turns.append(torch.zeros(max(4096, count), dtype=torch.int32, device=like.device))
         return self._turns[-1]

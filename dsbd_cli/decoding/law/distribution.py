@@ -19,7 +19,7 @@ class Row(NamedTuple):
 
     Attributes:
         tokens: int64 [n].
-        logps: float64 [n], the model's raw log-softmax, never warped.
+        logps: float64 [n], the model's raw log-softmax, never processed.
     """
 
     tokens: np.ndarray
@@ -50,7 +50,7 @@ class LogitsProcessor:
 
 
 class Support(NamedTuple):
-    """The warped joint on its non-zero support, in canonical order (parent, then token id).
+    """The processed joint on its non-zero support, in canonical order (parent, then token id).
 
     The order does not depend on the weights, so rounding moves a draw only where it moves a
     cumulative sum, and two forwards of different shape give the same draw from the same uniform.

@@ -1,4 +1,4 @@
-"""Verifying one layer of a forest: the three rules side by side (docs/design.md section 3). numpy only.
+"""Verifying one layer of a forest: the rules side by side (docs/design.md section 3). numpy only.
 
 `cover` (the default) samples the layer from the target distribution p and asks whether the forest holds
 the draws; `paper` and `continue` accept or reject the draft's own draws so that what is kept is

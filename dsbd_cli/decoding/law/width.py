@@ -1,6 +1,6 @@
 """The dynamic width: how many draws a layer is worth, from p and q alone (docs/design.md section 4). numpy only.
 
-A width that is a function of (p, q) and never of the draws keeps every slot an exact draw of p.
+A width that is a function of (p, q) and never of the draws keeps every draw an exact draw of p.
 """
 
 from __future__ import annotations

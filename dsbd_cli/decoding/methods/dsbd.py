@@ -160,7 +160,7 @@ def dsbd(run: Run, verify: str) -> Iterator[Layer | Iteration]:
         # already, so drafting for it would be wasted.
         forest = Forest() if verify == "cover" and run.logits_known() else run.propose()
         run.advance(forest)
-        yield from cover_layers(run, forest) if verify == "cover" else accept_layers(run, forest, verify)
+        yield from layers_of(run, forest, verify)
         yield from run.finish_iteration(forest, verify)
 
 
@@ -181,6 +181,11 @@ def _engine_iteration(run: Run, engine: Engine) -> Iterator[Layer | Iteration]:
     (forest,) = engine.step([run], commit)
     yield from layers
     yield from run.finish_iteration(forest, by=engine)
+
+
+def layers_of(run: Run, forest: Forest, verify: str) -> Iterator[Layer]:
+    """The layers that one iteration commits under the rule `verify`."""
+    return cover_layers(run, forest) if verify == "cover" else accept_layers(run, forest, verify)
 
 
 def accept_layers(run: Run, forest: Forest, verify: str) -> Iterator[Layer]:

@@ -1,4 +1,4 @@
-"""The five methods as generators of events, and the one function that sample one."""
+"""From settings to a `Run`: what a method asks of models and engines, who proposes, and which loop runs."""
 
 from __future__ import annotations
 

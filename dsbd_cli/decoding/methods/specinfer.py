@@ -2,7 +2,7 @@
 
 Miao et al., "SpecInfer: Accelerating Large Language Model Serving with Tree-based Speculative
 Inference and Verification" (ASPLOS 2024). q and p at a node are T of that node's OWN conditional;
-the `paper` rule with one slot decides among its k_d iid draws, duplicates kept as draws.
+the `paper` rule with one draw to keep decides among its k_d iid draws, duplicates kept as draws.
 """
 
 from __future__ import annotations

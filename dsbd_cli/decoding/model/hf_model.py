@@ -19,7 +19,7 @@ from dsbd_cli.decoding.forward.graphs import GraphForward, why_not
 from dsbd_cli.decoding.forward.hf import context_limit
 from dsbd_cli.decoding.forward.kernels import keep_logits
 from dsbd_cli.decoding.forward.outcomes import CannotCapture, OutOfMemory, TooLarge
-from dsbd_cli.decoding.forward.plain import why_not_recorded
+from dsbd_cli.decoding.forward.plain import why_not_captured
 from dsbd_cli.decoding.forward.selftest import check_tree, refusal, refuse_unserved
 from dsbd_cli.decoding.law.distribution import LogitsProcessor, Support
 from dsbd_cli.decoding.model.protocol import Side
@@ -36,14 +36,14 @@ _LAYER_NODES = 4
 
 
 class HfTreeModel:
-    """One model over one tree (`decoding.model.TreeModel`).
+    """One model over one tree (`model.protocol.TreeModel`).
 
     Args:
         model: causal LM, in eval mode on its device.
         vocab_size: the tokenizer's; columns beyond it are padding and have probability 0.
         role: what errors call it, `target` or `draft`.
         max_positions: context limit; None takes the config's.
-        fast: use `lean` where it serves the model and agrees with it.
+        fast: use a fused forward where one serves the model and agrees with it (`forward.backends`).
         int8: with `fast`, on a CPU: multiply in int8 (a draft's proposals may be anything).
         graphs: capture forwards as CUDA graphs; None: on a CUDA device, if the model can be captured.
 
@@ -96,8 +96,9 @@ class HfTreeModel:
         self._why_no_graphs = "" if self._capture else "it was not asked for"
         if graphs is None and not self._capture:
             self._why_no_graphs = "there are none on this device"
-        if self._capture and (reason := why_not(module) or why_not_recorded(module)):
+        if self._capture and (reason := why_not(module) or why_not_captured(module)):
             self._no_graphs(reason)
+        self._fused = backends.why_not_fused(module)
         self._ways = backends.candidates(module, int8=int8, fused=fast)
         self._use(next(self._ways))
         self._served = False
@@ -145,7 +146,8 @@ class HfTreeModel:
     def describe(self) -> str:
         """Which forward serves this model, and whether it is captured: one sentence."""
         captured = "captured as CUDA graphs" if self._capture else f"no CUDA graphs ({self._why_no_graphs})"
-        return f"{self._forward.describe()}; {captured}"
+        own = "" if self._fused is None else f" (no fused forward: {self._fused})"
+        return f"{self._forward.describe()}{own}; {captured}"
 
     def side(self) -> Side:
         """What captured iterations need of this model."""
@@ -203,7 +205,7 @@ class HfTreeModel:
         return self.pool.cache.capacity * self.bytes_per_slot
 
     def relative_cost(self, draft: Any) -> float | None:
-        """What one more drafted layer costs, in calls of this target (`draft_length`).
+        """What one more drafted layer costs, in calls of this target (`methods.proposers.DraftLength`).
 
         None where a forward costs about the same whatever is in it.
         From the bytes that the forwards read and the nodes of an average layer, not from a clock.
@@ -303,9 +305,9 @@ class HfTreeModel:
     def retain(self, leaves: Iterable[Node]) -> None:
         self.rows.keep(self.pool.retain(leaves))
 
-    def withdraw(self, nodes: Sequence[Node]) -> None:
+    def roll_back(self, nodes: Sequence[Node]) -> None:
         """Undo the planning of `nodes` that were not computed after all."""
-        self.pool.withdraw(nodes)
+        self.pool.roll_back(nodes)
         self.rows.forget(nodes)
 
     # Inside.

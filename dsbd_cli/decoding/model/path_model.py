@@ -25,7 +25,7 @@ from dsbd_cli.decoding.tree.sequences import Node
 
 
 class PathModel:
-    """One model over one sequence (`decoding.model.TreeModel`, for methods that keep one beam).
+    """One model over one sequence (`model.protocol.TreeModel`, for methods that keep one beam).
 
     Args:
         model: causal LM, in eval mode.

@@ -174,7 +174,7 @@ class Forest:
     """The layers of one iteration, the first one's parents being the input beams.
 
     Attributes:
-        computed: the target has_logits its nodes and the beams already.
+        computed: the target's logits of its nodes and of the beams are there already.
     """
 
     layers: list[DraftLayer] = field(default_factory=list)

@@ -117,7 +117,7 @@ def test_a_node_that_is_only_reserved_has_the_position_of_its_own_prompt():
     child = Node(2, Node(1, roots[1]))
     assert cache.position(child) == 8 + 2
     place = cache.reserve(2)
-    cache.adopt(place, {child.parent: 0, child: 1})
+    cache.commit(place, {child.parent: 0, child: 1})
     assert child in cache
     assert cache.retain([child]) == {*roots, child}
     assert cache.slots.live == 3 + 9 + 2
