@@ -164,7 +164,7 @@ def test_scores_counts_and_calls(method: str, draft: str) -> None:
         for layer in layers:
             assert layer.accepted == sum(layer.verdicts)
             assert layer.examined == len(layer.verdicts)
-            assert (layer.drafted is None) == (layer.examined == 0)
+            assert (layer.drafted is None) == (layer.examined + layer.ended == 0)
         for iteration in iterations:
             start = iteration.layers[0].draws[0].depth - 1
             assert len(iteration.forest.layers) == 0 or start + 1 < 7
