@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from dsbd_cli.decoding.device.engines import Choice as Choice
     from dsbd_cli.decoding.device.engines import Engines as Engines
-    from dsbd_cli.decoding.forward.attention import without_planning as without_planning
     from dsbd_cli.decoding.forward.backends import why_not_fused as why_not_fused
     from dsbd_cli.decoding.forward.plain import FAMILIES as FAMILIES
     from dsbd_cli.decoding.forward.plain import at_home as at_home
@@ -42,7 +41,6 @@ if TYPE_CHECKING:
 
 _ROOMS = {
     "device.engines": ("Choice", "Engines"),
-    "forward.attention": ("without_planning",),
     "forward.backends": ("why_not_fused",),
     "forward.plain": ("FAMILIES", "at_home", "fingerprint"),
     "law.distribution": ("LogitsProcessor", "Sampler", "SeededSampler"),
