@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from dsbd_cli.decoding.law.distribution import Sampler, Support
-from dsbd_cli.decoding.methods.dsbd import Run, layers_of
+from dsbd_cli.decoding.methods.dsbd import Run, layers_of, now
 from dsbd_cli.decoding.methods.setup import decode, start
 from dsbd_cli.decoding.tree.events import Iteration, Layer
 from dsbd_cli.decoding.tree.sequences import DraftLayer, Forest, Node, Trie
@@ -143,7 +143,7 @@ class Toy:
         """The law of the forest that `propose` draws at `state`."""
 
         def play(sampler: Branching) -> tuple[DraftedLayer, ...]:
-            forest = self.run(_NO, sampler, state).propose()
+            forest = now(self.run(_NO, sampler, state).propose())
             return tuple(DraftedLayer.of(layer) for layer in forest.layers)
 
         return law_of(play)
@@ -156,7 +156,7 @@ class Toy:
         def play(sampler: Branching) -> tuple[Any, State, bool, bool]:
             run = self.run(sampler, _NO, state)
             forest = Forest([layer.rebuild(run.trie) for layer in layers])
-            run.advance(forest)
+            now(run.advance(forest))
             events = layers_of(run, forest, self.settings.verify)
             layer = layer_set(next(events))
             following, stopped = state_of(run), run.hypotheses.stopped()

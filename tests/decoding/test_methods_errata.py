@@ -113,7 +113,7 @@ def test_an_unwarped_record_of_a_warped_draft_breaks_the_law(monkeypatch: pytest
     propose = DraftModelProposer.propose
 
     def dishonest(self: DraftModelProposer, *given: Any) -> Any:
-        forest = propose(self, *given)
+        forest = yield from propose(self, *given)
         layers = []
         for layer in forest.layers:
             flat = layer.support.prob**0.5

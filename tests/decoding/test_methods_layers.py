@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from dsbd_cli.decoding.law.distribution import Support
-from dsbd_cli.decoding.methods.dsbd import cover_layers, verify_layer
+from dsbd_cli.decoding.methods.dsbd import cover_layers, now, verify_layer
 from dsbd_cli.decoding.methods.setup import decode
 from dsbd_cli.decoding.tree.events import Iteration
 from dsbd_cli.decoding.tree.sequences import DraftLayer, Forest, Hypotheses, Node
@@ -83,7 +83,7 @@ def test_slots_are_iid_whatever_was_drafted(t: T, draws: int, order: str, thresh
 
     def play(sampler: Branching) -> Slots:
         run = case.run(sampler, sampler, THREE)
-        run.advance(Forest())
+        now(run.advance(Forest()))
         layer = verify_layer(run, hand_made(run, parents, q, draws, sampler), 0)
         widths.add(len(layer.draws))
         assert layer.examined == len(layer.verdicts) <= draws
@@ -104,8 +104,8 @@ def drafted_layers(case: Toy, state: State) -> Callable[[Branching], tuple[Any, 
 
     def play(sampler: Branching) -> tuple[Any, Slots]:
         run = case.run(sampler, sampler, state)
-        forest = run.propose()
-        run.advance(forest)
+        forest = now(run.propose())
+        now(run.advance(forest))
         first = verify_layer(run, forest.layers[0], 0)
         if not first.passed or run.hypotheses.stopped() or len(forest.layers) < 2:
             return None, ()
@@ -158,7 +158,7 @@ def test_cover_with_a_threshold(t: T, threshold: float) -> None:
         parents = list(dict.fromkeys(node.parent for node in nodes if node.parent))
         empty = Support(*(np.array([]) for _ in range(4)))
         forest = Forest([DraftLayer(parents, empty, nodes)])
-        run.advance(forest)
+        now(run.advance(forest))
         layer = next(cover_layers(run, forest))
         slots = tuple(map(path_of, layer.draws))
         ended = [path[-1] in EOS for path in slots]

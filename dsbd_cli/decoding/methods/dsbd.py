@@ -10,8 +10,9 @@ The rules themselves are in `law/verification.py`; where an engine runs whole it
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import numpy as np
 
@@ -19,10 +20,13 @@ from dsbd_cli.decoding.law.distribution import Support
 from dsbd_cli.decoding.law.verification import Verified, accept_draws, align, cover, covered, keys
 from dsbd_cli.decoding.law.width import ThresholdWidth
 from dsbd_cli.decoding.methods.proposers import DraftLength, Proposer
-from dsbd_cli.decoding.model.protocol import Engine, TreeModel
+from dsbd_cli.decoding.model.protocol import Compute, Engine, TreeModel
 from dsbd_cli.decoding.tree.events import Iteration, Layer
 from dsbd_cli.decoding.tree.request import Request
 from dsbd_cli.decoding.tree.sequences import DraftLayer, Forest, Node
+
+_Event = TypeVar("_Event")
+_Value = TypeVar("_Value")
 
 
 @dataclass(kw_only=True)
@@ -48,14 +52,14 @@ class Run(Request):
     engine: Engine | None = None
     _layers: list[Layer] = field(default_factory=list)
 
-    def propose(self) -> Forest:
+    def propose(self) -> Generator[Compute, None, Forest]:
         """The iteration's forest: at most gamma layers, and none that the budget leaves no room for."""
         depth = self._depth()
         if self.proposer is None or depth <= 0:
             return Forest()
         if self.draft_length is not None:
             depth = self.draft_length.depth(depth)
-        return self.proposer.propose(self.hypotheses.active, depth)
+        return (yield from self.proposer.propose(self.hypotheses.active, depth))
 
     def _depth(self) -> int:
         """Layers to draft: the last one of a sequence is drawn from logits already there, so budget less one."""
@@ -75,10 +79,10 @@ class Run(Request):
         else:
             self.target.begin(self.hypotheses.active)
 
-    def advance(self, forest: Forest) -> None:
+    def advance(self, forest: Forest) -> Generator[Compute, None, None]:
         """The one target call of an iteration: the beams not computed yet, and the whole forest."""
         if not forest.computed:
-            self.target.forward([*self.hypotheses.active, *forest.unfinished()])
+            yield Compute(self.target, [*self.hypotheses.active, *forest.unfinished()])
 
     def p_beam(self) -> Support:
         """The target distribution of the next layer, over active set x vocabulary (all their logits are known)."""
@@ -149,7 +153,7 @@ class Run(Request):
         yield event
 
 
-def dsbd(run: Run, verify: str) -> Iterator[Layer | Iteration]:
+def dsbd(run: Run, verify: str) -> Iterator[Layer | Iteration | Compute]:
     """Decode until the stop rules hold; `verify` is `paper`, `continue` or `cover`."""
     engine = run.engine
     while not run.hypotheses.stopped():
@@ -158,8 +162,9 @@ def dsbd(run: Run, verify: str) -> Iterator[Layer | Iteration]:
             continue
         # With `cover` the first layer behind the prompt is sampled directly: its target logits are there
         # already, so drafting for it would be wasted.
-        forest = Forest() if verify == "cover" and run.logits_known() else run.propose()
-        run.advance(forest)
+        known = verify == "cover" and run.logits_known()
+        forest = Forest() if known else (yield from run.propose())
+        yield from run.advance(forest)
         yield from layers_of(run, forest, verify)
         yield from run.finish_iteration(forest, verify)
 
@@ -272,3 +277,24 @@ def _mass_held(run: Run, support: Support, drafted: DraftLayer) -> float:
     ends = np.isin(support.token, list(run.trie.eos_ids))
     inside = ends | np.isin(keys(support.parent, support.token), held)
     return float(support.prob[inside].sum())
+
+
+# Needs.
+
+
+def alone(loop: Iterator[_Event | Compute]) -> Iterator[_Event]:
+    """A loop with its needs served one by one: a request that shares nothing."""
+    for event in loop:
+        if isinstance(event, Compute):
+            event.serve()
+        else:
+            yield event
+
+
+def now(steps: Generator[Compute, None, _Value]) -> _Value:
+    """What `steps` return, with their needs served one by one."""
+    while True:
+        try:
+            next(steps).serve()
+        except StopIteration as end:
+            return end.value  # type: ignore[no-any-return]

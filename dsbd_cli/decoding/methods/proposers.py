@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from typing import Protocol
 
 from dsbd_cli.decoding.law.distribution import LogitsProcessor, Sampler, most_probable
-from dsbd_cli.decoding.model.protocol import TreeModel
+from dsbd_cli.decoding.model.protocol import Compute, TreeModel
 from dsbd_cli.decoding.tree.sequences import DraftLayer, Forest, Node, Trie, draft_room
 
 # What is believed of a layer before any was tried. Measured: more costs short answers a third of their speed.
@@ -25,8 +25,11 @@ class Proposer(Protocol):
     def begin(self, beams: list[Node], depth: int) -> None:
         """Launch what `propose` will be asked for next, where a device can work on its own."""
 
-    def propose(self, beams: list[Node], depth: int) -> Forest:
-        """A forest of at most `depth` layers on the unfinished `beams` (their `score` is known)."""
+    def propose(self, beams: list[Node], depth: int) -> Generator[Compute, None, Forest]:
+        """A forest of at most `depth` layers on the unfinished `beams` (their `score` is known).
+
+        Yields what has to be computed on the way.
+        """
 
     def retain(self, leaves: list[Node]) -> None:
         """The iteration is over: only `leaves` and their ancestors matter from now on."""
@@ -63,7 +66,7 @@ class DraftModelProposer:
     def begin(self, beams: list[Node], depth: int) -> None:
         """Nothing: the host draws every layer before the next one can be computed."""
 
-    def propose(self, beams: list[Node], depth: int) -> Forest:
+    def propose(self, beams: list[Node], depth: int) -> Generator[Compute, None, Forest]:
         layers: list[DraftLayer] = []
         room = draft_room(self._draft.max_depth, beams)
         self.exhausted = room <= 0
@@ -73,7 +76,7 @@ class DraftModelProposer:
             return Forest()
         parents, scores = beams, [node.score for node in beams]
         for _ in range(min(depth, room)):
-            self._draft.forward(parents)
+            yield Compute(self._draft, parents)
             support = self._draft.joint(parents, scores, self._processor)
             if self._distinct:
                 sample = [int(i) for i in most_probable(support, self._width, self._mass)]

@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from dsbd_cli.decoding.law.distribution import LogitsProcessor, Sampler
 from dsbd_cli.decoding.law.width import ThresholdWidth, width_rule
 from dsbd_cli.decoding.methods.deterministic import beam_search
-from dsbd_cli.decoding.methods.dsbd import Run, dsbd
+from dsbd_cli.decoding.methods.dsbd import Run, alone, dsbd
 from dsbd_cli.decoding.methods.proposers import CapturedProposer, DraftLength, DraftModelProposer, Proposer
 from dsbd_cli.decoding.methods.specinfer import TreeProposer, specinfer
-from dsbd_cli.decoding.model.protocol import Demand, Engine, TreeModel
+from dsbd_cli.decoding.model.protocol import Compute, Demand, Engine, TreeModel
 from dsbd_cli.decoding.tree.events import Iteration, Layer
 from dsbd_cli.decoding.tree.sequences import Hypotheses, Trie
 from dsbd_cli.settings import DEFAULT_TREE, DRAFTING, ONE_BEAM_METHODS, Settings
@@ -160,7 +160,12 @@ def start(
 
 
 def decode(run: Run, settings: Settings) -> Iterator[Layer | Iteration]:
-    """The method's own loop; `run.hypotheses` holds the outcome when it is exhausted."""
+    """Decode one request alone; `run.hypotheses` holds the outcome when this is exhausted."""
+    return alone(loop_of(run, settings))
+
+
+def loop_of(run: Run, settings: Settings) -> Iterator[Layer | Iteration | Compute]:
+    """The method's own loop, for whoever serves the needs that it yields."""
     if settings.deterministic:
         return beam_search(run, settings.early_stopping, settings.length_penalty)
     if settings.method == "specinfer":

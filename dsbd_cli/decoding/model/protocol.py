@@ -18,6 +18,21 @@ from dsbd_cli.decoding.tree.request import Request
 from dsbd_cli.decoding.tree.sequences import Forest, Node
 
 
+@dataclass(frozen=True)
+class Compute:
+    """What a loop yields before it can go on: `model` is to compute `nodes`.
+
+    Many requests yield these at a time, and one forward then serves all of a model (docs/design.md section 10).
+    """
+
+    model: TreeModel
+    nodes: list[Node]
+
+    def serve(self) -> None:
+        """For this request alone."""
+        self.model.forward(self.nodes)
+
+
 class TreeModel(Protocol):
     """One model over one tree of nodes (docs/design.md section 5).
 
