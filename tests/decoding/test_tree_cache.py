@@ -16,7 +16,7 @@ PROMPT = [5, 6, 7]
 
 def begun() -> tuple[TreeCache, Node]:
     """A cache of 16 mask rows, of which one is spare and one that of a prompt of three tokens; the prompt."""
-    cache = TreeCache(4096, ROWS, torch.float32, torch.device("cpu"))
+    cache = TreeCache.alone(4096, ROWS, torch.float32, torch.device("cpu"))
     root = Node(-1, None)
     cache.start(PROMPT, root)
     computed_prompt(cache, root)

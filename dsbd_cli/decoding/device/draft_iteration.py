@@ -172,7 +172,7 @@ class DraftIteration:
         return Answer(layers, unpack(rows))
 
     def _key(self, request: DraftRequest, draft_size: int, target_size: int) -> tuple[int, int, int, int]:
-        self.captures.valid_for(self.target.pool.pointers(), self.draft.pool.pointers())
+        self.captures.valid_for(self.target.pool.stores.pointers(), self.draft.pool.stores.pointers())
         sees = (
             slots_to_see(side.forward, plan.used, side.pool.cache.capacity)
             for side, plan in ((self.draft, request.draft), (self.target, request.target))

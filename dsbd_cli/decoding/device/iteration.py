@@ -232,7 +232,7 @@ class CoverIteration:
     def _key(self) -> tuple[int, ...]:
         """KV lengths that a capture looks at; nothing else of an iteration changes."""
         sides = [side for side in (self.target, self.draft) if side is not None]
-        self.captures.valid_for(*(side.pool.pointers() for side in sides))
+        self.captures.valid_for(*(side.pool.stores.pointers() for side in sides))
         return tuple(
             slots_to_see(side.forward, side.pool.slots.used, side.pool.cache.capacity) for side in sides
         )

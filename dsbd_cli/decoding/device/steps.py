@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from dsbd_cli.decoding.cache.buffers import Span
 from dsbd_cli.decoding.model.protocol import Side
 
 
@@ -27,7 +28,8 @@ def forward(side: Side, nodes: Nodes, used: Tensor, sees: int) -> Tensor:
         sees: slots to look at, a bound of it that the capture was made for.
     """
     cache = side.pool.cache
-    cache.slots, cache.used, cache.length = nodes.slots, sees, used
+    cache.slots, cache.used, cache.spans = nodes.slots, sees, (Span(0, len(nodes.ids), 0, sees),)
+    cache.begins, cache.length = torch.zeros_like(used), used
     return side.forward(cache, nodes.ids, nodes.positions, nodes.mask[:, :sees], 0)
 
 

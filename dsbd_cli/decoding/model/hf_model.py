@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dsbd_cli.decoding.cache.buffers import LogitStore
+from dsbd_cli.decoding.cache.buffers import LogitStore, Span
 from dsbd_cli.decoding.cache.tree_cache import Plan, TreeCache
 from dsbd_cli.decoding.forward import backends
 from dsbd_cli.decoding.forward.attention import without_planning
@@ -84,7 +84,6 @@ class HfTreeModel:
         self._long = False
         self.max_positions = max_positions or getattr(model, "max_positions", None) or context_limit(module)
         self.calls = 0
-        self._root = Node(-1, None)
         self.notes: list[str] = []
         self.rows = LogitStore(f"the {role} model ({self.name})", self.dtype, self.vocab_size)
         self.clock = OverlapClock()
@@ -130,7 +129,7 @@ class HfTreeModel:
         self._forward = forward
         # Buffers that grow cost a capture its pointers: start large where forwards are captured.
         slots, rows = _CAPTURED_SIZES if self._capture else _SIZES
-        self.pool = TreeCache(slots, rows, forward.dtype, self.device)
+        self.pool = TreeCache.alone(slots, rows, forward.dtype, self.device)
         if self._capture:
             self.graphs = GraphForward(forward, self.pool, self.vocab_size, self.device, self.clock)
 
@@ -158,7 +157,7 @@ class HfTreeModel:
     @property
     def max_depth(self) -> int | None:
         """Depth of the deepest node that the context limit leaves room for."""
-        length = self.pool.prompt_length(self._root)
+        length = self.pool.prompt_length
         limit = self.limit_for(length)
         return None if limit is None else limit - length
 
@@ -242,7 +241,6 @@ class HfTreeModel:
         long, before = self._border is not None and not self._below(len(ids)), self._long
         self._long = long
         kept = self.pool.shared_prefix(ids) if reuse and not self.rows.tainted and long == before else []
-        self._root = root
         self.pool.start(ids, root, kept)
         self.rows.start(top_n)
         self.calls = 0
@@ -250,10 +248,10 @@ class HfTreeModel:
         # Beyond a border of rope factors every part of the prompt has to see its whole length.
         chunk = len(ids) if long else _CHUNK
         for begin in range(len(kept), len(ids), chunk):
-            plan = self.pool.prompt_plan(root, begin, min(begin + chunk, len(ids)))
+            plan = self.pool.prompt_plan(begin, min(begin + chunk, len(ids)))
             slots = torch.tensor(plan.slots, device=self.device)
             end = begin + len(plan)
-            if self._forward.needs_no_mask(begin) and self.pool.straight(root, end):
+            if self._forward.needs_no_mask(begin) and self.pool.straight(end):
                 mask = None
                 self.pool.masks.see(plan.mask_rows[0], slots)
             else:
@@ -346,9 +344,9 @@ class HfTreeModel:
     def _compute(self, plan: Plan, slots: Tensor, mask: Tensor | None, head: Tensor | int) -> Tensor:
         """Logits [K, V'] of the nodes that `head` names."""
         cache = self.pool.cache
-        cache.slots, cache.used = slots, plan.used
+        cache.slots, cache.used, cache.spans = slots, plan.used, (Span(0, len(plan), 0, plan.used),)
         if self._forward.reads_length:
-            cache.length = torch.tensor([plan.used], device=self.device)
+            cache.begins, cache.length = torch.tensor([[0], [plan.used]], device=self.device)
         ids, positions = torch.tensor([plan.ids, plan.positions], device=self.device)
         seen: Any = None if mask is None else mask[:, : plan.used]
         if self.device.type != "cuda":
