@@ -286,7 +286,7 @@ def alone(loop: Iterator[_Event | Compute]) -> Iterator[_Event]:
     """A loop with its needs served one by one: a request that shares nothing."""
     for event in loop:
         if isinstance(event, Compute):
-            event.serve()
+            event.model.forward(event.nodes)
         else:
             yield event
 
@@ -295,6 +295,7 @@ def now(steps: Generator[Compute, None, _Value]) -> _Value:
     """What `steps` return, with their needs served one by one."""
     while True:
         try:
-            next(steps).serve()
+            need = next(steps)
         except StopIteration as end:
             return end.value  # type: ignore[no-any-return]
+        need.model.forward(need.nodes)

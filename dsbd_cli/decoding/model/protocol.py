@@ -28,10 +28,6 @@ class Compute:
     model: TreeModel
     nodes: list[Node]
 
-    def serve(self) -> None:
-        """For this request alone."""
-        self.model.forward(self.nodes)
-
 
 class TreeModel(Protocol):
     """One model over one tree of nodes (docs/design.md section 5).
