@@ -52,7 +52,7 @@ def test_attention_over_a_tree(dtype, count, groups, shared, size, used):
     seen[0, 1:] = False  # a node that sees one slot, so that whole splits are hidden from it
     mask = torch.zeros(count, capacity, dtype=dtype).masked_fill(~seen, torch.finfo(dtype).min).to(DEVICE)
     length = torch.tensor([used], device=DEVICE)
-    got = Kernels().attend(query, keys, values, mask, length, size**-0.5)
+    got = Kernels().attend(query, keys, values, mask, torch.zeros_like(length), length, size**-0.5)
     heads = query.view(count, shared, groups, size).permute(2, 1, 0, 3).reshape(1, -1, count, size)
     wanted = F.scaled_dot_product_attention(
         heads.float(), keys[:, :, :used].float(), values[:, :, :used].float(),

@@ -92,7 +92,9 @@ class Slots:
         if capacity <= self.capacity:
             return
         if self._fixed:
-            raise RuntimeError(f"a request needs more than the {self.capacity} slots that were planned for it")
+            raise RuntimeError(
+                f"a request needs more than the {self.capacity} slots that were planned for it"
+            )
         # Appending larger numbers keeps a heap a heap.
         self._free.extend(range(self.capacity, capacity))
         self._taken.extend(bytes(capacity - self.capacity))
@@ -317,13 +319,13 @@ class LogitStore:
         vocab: columns that count.
 
     Attributes:
-        vocab: as given.
+        name, vocab: as given.
         size: how many best entries of each node's logits are kept (top-n); 0: full logits.
         tainted: a row that is not finite was asked for.
     """
 
     def __init__(self, model: str, dtype: torch.dtype, vocab: int) -> None:
-        self._model, self._dtype, self.vocab = model, str(dtype).removeprefix("torch."), vocab
+        self.name, self._dtype, self.vocab = model, str(dtype).removeprefix("torch."), vocab
         self._rows: dict[Node, _Dense | _Sparse] = {}
         self.size = 0
         self.tainted = False
@@ -388,7 +390,7 @@ class LogitStore:
         """The error for a node whose logits are not finite."""
         self.tainted = True
         return RunError(
-            f"{self._model} gave logits that are not finite at step {node.depth} in {self._dtype}: "
+            f"{self.name} gave logits that are not finite at step {node.depth} in {self._dtype}: "
             "try --dtype float32 or bfloat16, or check its weights"
         )
 

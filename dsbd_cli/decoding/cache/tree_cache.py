@@ -125,13 +125,18 @@ class TreeCache:
         self._grow(self.slots.capacity_for(len(ids) + 1 - len(kept)))
         self._root, self._prompt, self._prompt_slots = root, list(ids), list(kept)
         entry = self._entries[root] = _Entry(-1, mask_row=self.masks.take(1)[0])
-        self.masks.show(entry.mask_row, torch.tensor(self._prompt_slots, device=self.device, dtype=torch.long))
+        self.masks.show(
+            entry.mask_row, torch.tensor(self._prompt_slots, device=self.device, dtype=torch.long)
+        )
         self._tips, self._open = {root}, {root}
 
     def close(self, kept: Sequence[int] = ()) -> None:
         """The request is over: free all of it but the slots `kept`."""
         self.release_all()
-        slots = {*self._prompt_slots, *(one.slot for node, one in self._entries.items() if node is not self._root)}
+        slots = {
+            *self._prompt_slots,
+            *(one.slot for node, one in self._entries.items() if node is not self._root),
+        }
         self.slots.give(slots - set(kept))
         for node in list(self._open):
             self._close(node)
@@ -146,9 +151,7 @@ class TreeCache:
         row, count = entry.mask_row, end - begin
         ids, positions = self._prompt[begin:end], list(range(begin, end))
         nothing = np.zeros((0, 0), dtype=bool)
-        return Plan(
-            ids, positions, slots, [row] * count, [row] * count, nothing, self.slots.used, self.begin
-        )
+        return Plan(ids, positions, slots, [row] * count, [row] * count, nothing, self.slots.used, self.begin)
 
     def straight(self, end: int) -> bool:
         """Whether the first `end` prompt tokens lie in slots 1, 2, ... in order."""

@@ -19,7 +19,7 @@ from dsbd_cli.decoding.device.iteration import CoverIteration
 from dsbd_cli.decoding.device.law import DeviceLaw
 from dsbd_cli.decoding.device.law_torch import TorchLaw
 from dsbd_cli.decoding.device.layout import CoverLayout
-from dsbd_cli.decoding.device.pipeline import Pipeline
+from dsbd_cli.decoding.device.pipeline import Pipeline, Seat
 from dsbd_cli.decoding.device.proposer import CapturedProposer
 from dsbd_cli.decoding.forward.backends import on_current_device
 from dsbd_cli.decoding.forward.outcomes import CannotCapture, OutOfMemory
@@ -46,7 +46,7 @@ class Choice:
             engine and no proposer is needed.
     """
 
-    engine: Pipeline | None = None
+    engine: Seat | None = None
     proposer: CapturedProposer | None = None
     law: str = ""
     why_no_engine: str = ""
@@ -88,7 +88,7 @@ class Engines:
         draft = draft if demand.gamma else None
         engine, why_no_engine = self._pipeline(target, draft, demand, eos)
         if isinstance(engine, Pipeline):
-            return Choice(engine=engine, law=why_no_engine)
+            return Choice(engine=engine.seat(target, draft), law=why_no_engine)
         proposer, why_no_proposer = self._proposer(target, draft, demand, eos, trie, draft_sampler)
         return Choice(None, proposer, "", why_no_engine, why_no_proposer)
 
@@ -124,7 +124,7 @@ class Engines:
         if reason := self._prepared(iteration, key):
             return None, reason
         stopped = self._stopped(key)
-        return Pipeline(target, draft, iteration, stopped), type(iteration.law).__name__
+        return Pipeline(iteration, target.clock, stopped), type(iteration.law).__name__
 
     def _proposer(
         self, target: HfTreeModel, draft: HfTreeModel | None, demand: Demand, eos: tuple[int, ...], trie: Trie,

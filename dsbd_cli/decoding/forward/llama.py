@@ -37,6 +37,7 @@ class LlamaForward:
     """
 
     relative_node_cost = 0.03
+    takes_spans = True
 
     def __init__(self, model: Any, linear: type, kernels: Any) -> None:
         self.linear, self.kernels = linear, kernels
@@ -83,7 +84,10 @@ class LlamaForward:
         cos, sin = self._rotary(x, positions[None])
         if mask is not None:
             shared = self._layers[0].shared
-            if not self.reads_length and len(ids) * shared <= _FOLD:
+            if (
+                not self.reads_length
+                and max(last - first for first, last, *_ in cache.spans) * shared <= _FOLD
+            ):
                 mask = mask.repeat_interleave(shared, 0)
             mask = mask[None, None]
         for done, layer in enumerate(self._layers):

@@ -10,7 +10,7 @@ from dsbd_cli.decoding.methods.deterministic import beam_search
 from dsbd_cli.decoding.methods.dsbd import Run, alone, dsbd
 from dsbd_cli.decoding.methods.proposers import CapturedProposer, DraftLength, DraftModelProposer, Proposer
 from dsbd_cli.decoding.methods.specinfer import TreeProposer, specinfer
-from dsbd_cli.decoding.model.protocol import Compute, Demand, Engine, TreeModel
+from dsbd_cli.decoding.model.protocol import Demand, Engine, Need, TreeModel
 from dsbd_cli.decoding.tree.events import Iteration, Layer
 from dsbd_cli.decoding.tree.sequences import Hypotheses, Trie
 from dsbd_cli.settings import DEFAULT_TREE, DRAFTING, ONE_BEAM_METHODS, Settings
@@ -164,7 +164,7 @@ def decode(run: Run, settings: Settings) -> Iterator[Layer | Iteration]:
     return alone(loop_of(run, settings))
 
 
-def loop_of(run: Run, settings: Settings) -> Iterator[Layer | Iteration | Compute]:
+def loop_of(run: Run, settings: Settings) -> Iterator[Layer | Iteration | Need]:
     """The method's own loop, for whoever serves the needs that it yields."""
     if settings.deterministic:
         return beam_search(run, settings.early_stopping, settings.length_penalty)

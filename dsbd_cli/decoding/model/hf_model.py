@@ -142,6 +142,12 @@ class HfTreeModel:
         """Whether forwards are captured as CUDA graphs (not while memory is short)."""
         return self.graphs is not None and not self._short_of_memory
 
+    @property
+    def tree_forward(self) -> Forward:
+        """The forward that serves this model's trees; `require_tree` has chosen it."""
+        self.require_tree()
+        return self._forward
+
     def describe(self) -> str:
         """Which forward serves this model, and whether it is captured: one sentence."""
         captured = "captured as CUDA graphs" if self._capture else f"no CUDA graphs ({self._why_no_graphs})"
@@ -150,7 +156,8 @@ class HfTreeModel:
 
     def side(self) -> Side:
         """What captured iterations need of this model."""
-        return Side(self._forward, self.pool, self.vocab_size, min(self.rows.size, self.vocab_size))
+        top_n = min(self.rows.size, self.vocab_size)
+        return Side(self._forward, self.pool.stores, self.vocab_size, top_n, self.pool)
 
     # What the run reports.
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from dsbd_cli.decoding.device.engines import _laws
-from dsbd_cli.decoding.device.iteration import CoverIteration, DraftedLayer, Sent, layer_of, living
+from dsbd_cli.decoding.device.iteration import CoverIteration, DraftedLayer, Sent, Space, layer_of, living
 from dsbd_cli.decoding.device.layout import CoverLayout
 from dsbd_cli.decoding.forward.capture import OverlapClock
 from dsbd_cli.decoding.tree.sequences import Node, Trie
@@ -37,7 +37,7 @@ def run(iteration, pools, root, starts, rounds, rng_seed):
     for number in range(rounds):
         sent = []
         for r, (_, tokens, scores, temperature) in enumerate(starts):
-            space = iteration.reserve()
+            space = Space.of(layout, pools[0], pools[1] if iteration.draft is not None else None)
             spaces.append(space)
             count = len(tokens)
             draft_rows = [root_rows[1]] * count if iteration.draft is not None else []
@@ -51,7 +51,7 @@ def run(iteration, pools, root, starts, rounds, rng_seed):
             depth[r] += len(outcome.sampled)
         found.append(outcomes)
     for space in spaces:
-        iteration.release(space)
+        space.release()
     return found
 
 

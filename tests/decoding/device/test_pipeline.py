@@ -147,7 +147,7 @@ def test_pipelined_iterations_go_on_through_growing_buffers(pair, monkeypatch):
     for graphs in (True, None):
         models = trees(pair, graphs)
         for model in models:
-            model.pool = type(model.pool)(16, 4, model.dtype, model.device)
+            model.pool = type(model.pool).alone(16, 4, model.dtype, model.device)
         texts.append(said(finished(models, settings, 2, budget=80, eos=[])))
     assert texts[0] == texts[1]
     # A memory whose captures are all gone cannot be captured into again.
@@ -226,12 +226,12 @@ def test_a_steady_iteration_crosses_few_modules(pair, monkeypatch):
     assert sum(len(one) > 8 for one in steady) <= len(steady) // 4, steady
 
 
-def test_steps_need_an_iteration_in_flight(pair):
+def test_nobody_in_a_seat_is_served_nothing(pair):
     run = begun(trees(pair, True), settings_of("cover"), 0)
     assert run.engine is not None
-    assert not run.engine.begin([run])  # the prompt's logits are known: nothing to compute
-    with pytest.raises(RuntimeError, match="step without begin"):
-        run.engine.step([run], lambda *_: True)
+    assert not run.engine.begin(run, run.take)  # the prompt's logits are known: nothing to compute
+    run.engine.step()
+    assert run.layers_taken() == []
 
 
 def test_uniforms_are_those_of_the_sampler_whatever_is_looked_at():
