@@ -1,4 +1,7 @@
-"""The Python API: a `Decoder` holds a loaded pair and turns prompts into `Result`s or streams of events."""
+"""The Python API: a `Decoder` holds a loaded pair and turns prompts into `Result`s or streams of events.
+
+One module, since loading, decoding and measuring a prompt share the one pair that a `Decoder` holds.
+"""
 
 from __future__ import annotations
 

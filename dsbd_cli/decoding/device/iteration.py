@@ -4,7 +4,8 @@ The next beams, where they lie and what their parents' mask rows are stay on the
 can be launched before the host has seen the last one: while it works on one the device is busy with the
 next. A forest only decides how far an iteration gets, never what is drawn, so nothing here waits for
 the host. What the host gives is free space and uniforms, both of which it has beforehand
-(docs/design.md sections 3 and 5).
+(docs/design.md sections 3 and 5). One module, since what an iteration is sent, does on the device and
+gives back are the two ends of one layout.
 """
 
 from __future__ import annotations

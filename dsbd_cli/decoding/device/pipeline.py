@@ -2,7 +2,8 @@
 
 The host's side of `CoverIteration`: what the device decided becomes nodes, and the caches learn of it.
 Launching ahead, waiting, committing and dropping are one call, `step`, so their order cannot be got
-wrong. docs/design.md section 3 (why `cover` can run ahead) and section 5 (the cache).
+wrong. docs/design.md section 3 (why `cover` can run ahead) and section 5 (the cache). One module, since
+what is launched ahead, what is committed and what is dropped are the same few records.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""A Hugging Face causal LM as a `TreeModel`: one tree, one key/value pool, one forward a call."""
+"""A Hugging Face causal LM as a `TreeModel`: one tree, one key/value pool, one forward a call.
+
+One module, since prompts, forwards and what is kept of them work on the same cache and the same logits.
+"""
 
 from __future__ import annotations
 

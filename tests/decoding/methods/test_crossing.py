@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import sys
-from typing import Any
-
 from dsbd_cli.decoding.law.distribution import SeededSampler
 from dsbd_cli.decoding.methods.setup import decode, draft_processor, start, top_n_needed
 from dsbd_cli.decoding.model.hf_model import HfTreeModel
-from dsbd_cli.decoding.tree.events import Iteration
 from dsbd_cli.decoding.tree.sequences import Trie
 from dsbd_cli.settings import Settings
 from tests.builders import VOCAB, rand
+from tests.decoding.crossing import Crossing
 
 MOST = 10
 
@@ -25,23 +21,7 @@ def test_a_steady_iteration_crosses_few_modules(tmp_path):
     target.prefill(prompt, trie.root, top_n=top_n_needed(settings, 0))
     draft.prefill(prompt, trie.root, top_n=draft_processor(settings).top_n)
     run = start(settings, target, draft, trie, SeededSampler(0, 0), SeededSampler(0, 1))
-    crossed: set[str] = set()
-    room = f"dsbd_cli{os.sep}decoding{os.sep}"
-
-    def profile(frame: Any, event: str, _: Any) -> None:
-        if event == "call" and room in (name := frame.f_code.co_filename):
-            crossed.add(name.split(room, 1)[1])
-
-    counts = []
-    try:
-        for event in decode(run, settings):
-            sys.setprofile(None)
-            if isinstance(event, Iteration):
-                counts.append(sorted(crossed))
-                crossed.clear()
-            sys.setprofile(profile)
-    finally:
-        sys.setprofile(None)
+    counts = Crossing().modules(decode(run, settings))
     assert len(counts) > 4
     for modules in counts[2:-1]:
         assert len(modules) <= MOST, modules

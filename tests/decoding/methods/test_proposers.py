@@ -1,15 +1,15 @@
-"""Sparing forests: exact whatever is drafted, deep where the draft is right, shallow where it is not."""
+"""The draft-length rule: exact whatever it drafts, deep where the draft is right, and how fast it forgets."""
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
 import pytest
 
-from dsbd_cli.decoding.law.distribution import SeededSampler, Support, most_probable
+from dsbd_cli.decoding.law.distribution import SeededSampler
 from dsbd_cli.decoding.methods.proposers import DraftLength
-from dsbd_cli.decoding.methods.setup import forest_mass
 from tests.decoding.enumerating import total_variation
 from tests.decoding.harness import Toy, settings_for
 from tests.decoding.reference import T
@@ -86,20 +86,60 @@ def test_a_layer_never_asked_about_teaches_nothing():
     assert draft_length.depth(4) == before
 
 
-def test_mass_ends_a_layer():
-    prob = np.array([0.1, 0.5, 0.3, 0.1])
-    support = Support(np.zeros(4, dtype=int), np.arange(4), np.log(prob), prob)
-    assert most_probable(support, 4).tolist() == [1, 2, 0, 3]
-    assert most_probable(support, 4, 0.75).tolist() == [1, 2]
-    assert most_probable(support, 4, 0.85).tolist() == [1, 2, 0]
-    assert most_probable(support, 1, 0.85).tolist() == [1]
-    assert most_probable(support, 4, 0.9999999).tolist() == [1, 2, 0, 3]
+# How fast the rule forgets: what it believes of two layers after a given past, to ten digits.
+Past = list[list[bool]]
 
 
-def test_only_fixed_width_covers_are_pruned():
-    given = {"method": "dsbd", "verify": "cover", "width": 4}
-    assert forest_mass(settings_for(T(1.0, 10, 0.8), **given)) == pytest.approx(0.9)
-    assert forest_mass(settings_for(T(1.0, 10, 1.0), **given)) == 1
-    assert forest_mass(settings_for(T(0.0, 10, 0.8), **given)) == 1
-    assert forest_mass(settings_for(T(1.0, 10, 0.8), **(given | {"threshold": 0.9}))) == 1
-    assert forest_mass(settings_for(T(1.0, 10, 0.8), **(given | {"verify": "paper"}))) == 1
+def dearest(past: Past) -> float:
+    """The highest cost of a layer at which the second one is still drafted after `past`, by bisection."""
+    low, high = 1e-9, 10.0
+    for _ in range(60):
+        cost = (low + high) / 2
+        rule = DraftLength(cost)
+        rule.depth(2)
+        for passed in past:
+            rule.learn(passed)
+        low, high = (cost, high) if rule.depth(2) == 2 else (low, cost)
+    return low
+
+
+def fair(first: float, second: float) -> float:
+    """The cost c at which two layers promise what one does: (1 + a + ab) / (1 + 2c) = (1 + a) / (1 + c)."""
+    both = first * second
+    return both / (1 + first - both)
+
+
+# Before anything was tried, a layer is believed to pass with 0.65.
+HOPE = 0.65
+
+
+def after(rate: float, count: int, start: float, end: float) -> float:
+    """`count` steps from `start`, each of which goes `rate` of what is left of the way to `end`."""
+    return end + (start - end) * (1 - rate) ** count
+
+
+@pytest.mark.parametrize("count", [0, 1, 3, 10])
+def test_a_fifth_of_a_belief_is_what_was_seen_last(count: int) -> None:
+    up, down = after(0.2, count, HOPE, 1), after(0.2, count, HOPE, 0)
+    assert math.isclose(dearest([[True, True]] * count), fair(up, up), rel_tol=1e-9)
+    assert math.isclose(dearest([[True, False]] * count), fair(up, down), rel_tol=1e-9)
+    # What was seen five iterations ago counts a third of what it did.
+    earlier = [[True, False]] * count + [[True, True]] * 5
+    assert math.isclose(dearest(earlier), fair(after(0.2, 5, up, 1), after(0.2, 5, down, 1)), rel_tol=1e-9)
+
+
+@pytest.mark.parametrize("count", [1, 3, 10, 40])
+def test_a_layer_that_is_not_tried_drifts_to_the_one_above_it_by_a_twentieth(count: int) -> None:
+    first = second = HOPE
+    for _ in range(count):
+        first = after(0.2, 1, first, 1)
+        second = after(0.05, 1, second, first)
+    assert math.isclose(dearest([[True]] * count), fair(first, second), rel_tol=1e-9)
+
+
+def test_a_layer_below_a_failed_one_drifts_as_well() -> None:
+    first = after(0.2, 1, HOPE, 0)
+    second = after(0.05, 1, HOPE, first)
+    # Seen through the second layer once the first passes again.
+    first, second = after(0.2, 1, first, 1), after(0.2, 1, second, 1)
+    assert math.isclose(dearest([[False], [True, True]]), fair(first, second), rel_tol=1e-9)
