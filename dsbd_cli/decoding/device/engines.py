@@ -26,6 +26,7 @@ from dsbd_cli.decoding.forward.outcomes import CannotCapture, OutOfMemory
 from dsbd_cli.decoding.law.distribution import Sampler, SeededSampler
 from dsbd_cli.decoding.model.hf_model import HfTreeModel
 from dsbd_cli.decoding.model.protocol import Demand
+from dsbd_cli.decoding.model.shared import SharedModel
 from dsbd_cli.decoding.tree.sequences import Trie
 
 # Captured iterations to keep, one for each way of decoding: a sweep goes through many in turns.
@@ -125,6 +126,44 @@ class Engines:
             return None, reason
         stopped = self._stopped(key)
         return Pipeline(iteration, target.clock, stopped), type(iteration.law).__name__
+
+    def together(
+        self, target: SharedModel, draft: SharedModel | None, demand: Demand, eos: tuple[int, ...],
+        top_n: tuple[int, int], lanes: int,
+    ) -> Pipeline | None:  # fmt: skip
+        """The pipeline for requests of this demand that share both models, or None: the host verifies.
+
+        Args:
+            top_n: entries of each row of logits that the target and the draft keep.
+            lanes: how many requests at a time.
+        """
+        draft = draft if demand.gamma else None
+        models = target.model, None if draft is None else draft.model
+        key = "pipelined", *models
+        if demand.why_not_pipelined or self._refused.get(key) or not all(top_n[: 1 if draft is None else 2]):
+            return None
+        if any(model is not None and not model.captured for model in models):
+            return None
+        if draft is not None and (draft.model.lacks_ids or draft.model.device != target.model.device):
+            return None
+        ours, theirs = target.side(top_n[0]), None if draft is None else draft.side(top_n[1])
+        if theirs is not None and theirs.top_n < demand.draft_width:
+            return None
+        limits = [model.max_positions for model in models if model is not None and model.max_positions]
+        if min(limits, default=demand.gamma + 2) < demand.gamma + 2:
+            return None
+        sizes = lanes, demand.width, demand.draft_width, demand.gamma
+        layout = CoverLayout.of(*sizes)
+        law = next(
+            law
+            for law in _laws(target.model.device)
+            if law.takes(layout, ours.top_n, theirs.top_n if theirs else 0)
+        )
+        greedy, support, clock = demand.processor.greedy, demand.processor.top_n, target.model.clock
+        iteration = CoverIteration(
+            ours, theirs, law, layout, greedy, support, eos, target.model.device, clock
+        )
+        return None if self._prepared(iteration, key) else Pipeline(iteration, clock, self._stopped(key))
 
     def _proposer(
         self, target: HfTreeModel, draft: HfTreeModel | None, demand: Demand, eos: tuple[int, ...], trie: Trie,

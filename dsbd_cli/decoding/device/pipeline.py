@@ -273,9 +273,11 @@ class Pipeline:
     def _go_on(self, lane: _Lane, one: _Committed) -> None:
         """Keep a lane if the device goes on from where it is; its next part then learns of its beams."""
         following = self._part_of(lane)
-        if not one.whole or not self._usable:
-            self._leave(lane)
-        elif following is None and (self._in_flight or not lane.fits(one.draws[0].depth)):
+        if (
+            not one.whole
+            or not self._usable
+            or (following is None and (self._in_flight or not lane.fits(one.draws[0].depth)))
+        ):
             self._leave(lane)
         elif following is not None:
             following.beams, following.above = lane.beams, lane.above

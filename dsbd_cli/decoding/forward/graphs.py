@@ -125,6 +125,11 @@ def why_not(model: Any) -> str | None:
         return "its weights are split over processes"
     if any(hasattr(module, "_hf_hook") for module in model.modules()):
         return "its weights are moved by hooks"
+    return why_not_shared(model)
+
+
+def why_not_shared(model: Any) -> str | None:
+    """What keeps a forward from serving sequences of several lengths; None where nothing is known to."""
     scaling = getattr(model.config.get_text_config(), "rope_parameters", None) or {}
     kinds = {str(part.get("rope_type")) for part in scaling.values() if isinstance(part, dict)}
     if {str(scaling.get("rope_type")), *kinds} & {"dynamic", "longrope"}:

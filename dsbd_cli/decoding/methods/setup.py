@@ -67,6 +67,19 @@ def forest_mass(settings: Settings) -> float:
     return (1 + settings.top_p) / 2
 
 
+def most_nodes(settings: Settings, prompt_tokens: int, budget: int) -> int:
+    """Slots that a request may come to need in either model: its prompt, W sequences as long as may be, and the
+    forests of two iterations in flight."""
+    width = 1 if settings.method in ONE_BEAM_METHODS else settings.width
+    forest = settings.gamma * settings.draft_width if settings.method in DRAFTING else 0
+    if settings.method == "specinfer":
+        forest, level = 0, 1
+        for count in settings.tree or DEFAULT_TREE:
+            level *= count
+            forest += level
+    return 1 + prompt_tokens + width * budget + 2 * (2 * width + forest)
+
+
 def demand_of(settings: Settings, drafts: bool) -> Demand:
     """What these settings ask of an engine (`device.engines.Engines.choose`).
 

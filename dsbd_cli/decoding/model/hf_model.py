@@ -18,7 +18,7 @@ from dsbd_cli.decoding.forward import backends
 from dsbd_cli.decoding.forward.attention import without_planning
 from dsbd_cli.decoding.forward.backends import Forward
 from dsbd_cli.decoding.forward.capture import InFlight, OverlapClock
-from dsbd_cli.decoding.forward.graphs import GraphForward, why_not
+from dsbd_cli.decoding.forward.graphs import GraphForward, why_not, why_not_shared
 from dsbd_cli.decoding.forward.hf import context_limit
 from dsbd_cli.decoding.forward.kernels import keep_logits
 from dsbd_cli.decoding.forward.outcomes import CannotCapture, OutOfMemory, TooLarge
@@ -150,6 +150,11 @@ class HfTreeModel:
         """The forward that serves this model's trees; `require_tree` has chosen it."""
         self.require_tree()
         return self._forward
+
+    @property
+    def shares(self) -> bool:
+        """Whether several requests can share a forward: not where positions depend on a length."""
+        return self._border is None and why_not_shared(self.model) is None
 
     def describe(self) -> str:
         """Which forward serves this model, and whether it is captured: one sentence."""

@@ -145,6 +145,9 @@ class Engine(Protocol):
             Whether `step` will serve the request: False where a model, a context or a sampler does not allow it.
         """
 
+    def leave(self) -> None:
+        """Give the seat up: nobody will ask for what is in flight for it."""
+
     def step(self) -> None:
         """One iteration for all who have a seat: `commit` is called for every layer of it."""
 

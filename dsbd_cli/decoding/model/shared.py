@@ -85,6 +85,24 @@ class RequestModel:
     def retain(self, leaves: Iterable[Node]) -> None:
         self.rows.keep(self.pool.retain(leaves))
 
+    @property
+    def bytes_peak(self) -> int:
+        return self.slots_peak * self.bytes_per_slot
+
+    @property
+    def bytes_per_slot(self) -> int:
+        return self.pool.cache.bytes_per_slot
+
+    @property
+    def bytes_allocated(self) -> int:
+        """Of its region."""
+        return self.pool.slots.capacity * self.bytes_per_slot
+
+    @property
+    def notes(self) -> list[str]:
+        """What a user should know about how the model was run."""
+        return self.model.notes
+
     def leave(self) -> None:
         """The request is over: its region is free."""
         self.pool.close()
@@ -105,19 +123,28 @@ class SharedModel:
 
     Args:
         model: whose weights and forward; its own tree is left alone.
-        slots: how many the buffers may come to hold.
         rows, columns: mask rows and slots of a request to start with.
 
     Attributes:
+        slots: how many the buffers may come to hold.
         stores, regions: the buffers, and who has which part of them.
     """
 
-    def __init__(self, model: HfTreeModel, slots: int, rows: int, columns: int) -> None:
-        self.model, self.slots = model, slots
+    def __init__(self, model: HfTreeModel, rows: int, columns: int) -> None:
+        self.model, self.slots = model, 1 << 62
         self._forward = model.tree_forward
         self.stores = Stores(0, rows, columns, self._forward.dtype, model.device)
         self.regions = Regions(0)
-        self.tainted = False
+        # Buffers show their shape in the first forward.
+        probe = self.admit([0], Node(-1, None), 3, 1)
+        assert probe is not None
+        probe.prefill([], probe.root)
+        probe.leave()
+
+    @property
+    def bytes_per_slot(self) -> int:
+        """Keys and values of one token."""
+        return self.stores.cache.bytes_per_slot
 
     def room(self, sizes: Sequence[int]) -> bool:
         """Make room for requests of these sizes, in slots, if memory allows; otherwise they wait.
