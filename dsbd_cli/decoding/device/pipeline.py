@@ -178,6 +178,7 @@ class Pipeline:
         """A place for a request that these models serve: `HfTreeModel`s, or `RequestModel`s."""
         return Seat(self, target, draft)
 
+    @torch.inference_mode()
     def join(self, seat: Seat, request: Request, commit: Commit) -> _Lane | None:
         """A lane for a request, from its active set on, which no model has computed; None where there is none."""
         models = [model for model in (seat.target, seat.draft) if model is not None]

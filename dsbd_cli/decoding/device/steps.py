@@ -34,7 +34,8 @@ def forward(side: Side, nodes: Nodes, begins: Tensor, used: Tensor, sees: int) -
         if not side.forward.reads_length:
             mask, sees = _flat(mask, begins, side.stores), side.stores.cache.capacity
     cache.slots, cache.used, cache.spans = slots, sees, (Span(0, len(nodes.ids), 0, sees),)
-    cache.begins, cache.length = begins, used
+    # Kernels read them as they lie.
+    cache.begins, cache.length = begins.contiguous(), used.contiguous()
     return side.forward(cache, nodes.ids, nodes.positions, mask, 0)
 
 

@@ -146,6 +146,7 @@ class SharedModel:
         """Keys and values of one token."""
         return self.stores.cache.bytes_per_slot
 
+    @torch.inference_mode()
     def room(self, sizes: Sequence[int]) -> bool:
         """Make room for requests of these sizes, in slots, if memory allows; otherwise they wait.
 
@@ -160,6 +161,7 @@ class SharedModel:
         self.stores.masks.grow(max(sizes, default=0))
         return True
 
+    @torch.inference_mode()
     def admit(self, ids: Sequence[int], root: Node, size: int, top_n: int) -> RequestModel | None:
         """Let a request in; None where there is no room for it now.
 
