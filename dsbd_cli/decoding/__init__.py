@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from dsbd_cli.decoding.forward.plain import FAMILIES as FAMILIES
     from dsbd_cli.decoding.forward.plain import at_home as at_home
     from dsbd_cli.decoding.forward.plain import fingerprint as fingerprint
+    from dsbd_cli.decoding.forward.selftest import Verdict as Verdict
     from dsbd_cli.decoding.law.distribution import LogitsProcessor as LogitsProcessor
     from dsbd_cli.decoding.law.distribution import Sampler as Sampler
     from dsbd_cli.decoding.law.distribution import SeededSampler as SeededSampler
@@ -43,6 +44,7 @@ _ROOMS = {
     "device.engines": ("Choice", "Engines"),
     "forward.backends": ("why_not_fused",),
     "forward.plain": ("FAMILIES", "at_home", "fingerprint"),
+    "forward.selftest": ("Verdict",),
     "law.distribution": ("LogitsProcessor", "Sampler", "SeededSampler"),
     "methods.dsbd": ("Run",),
     "methods.setup": ("decode", "demand_of", "draft_processor", "start", "top_n_needed"),

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.attention.bias import causal_lower_right
 
 from dsbd_cli.decoding.cache.buffers import KVBuffer
 from dsbd_cli.decoding.forward.kernels import Int8Linear, Linear, PrepackedLinear, fused
@@ -155,6 +154,9 @@ class _Layer:
         keys, values = keys[:, :, 1:used], values[:, :, 1:used]
         options: dict[str, Any] = {"is_causal": True}
         if count < used - 1:
+            # Late: it brings torch._dynamo, a second or more, and only a prompt that is gone on with needs it.
+            from torch.nn.attention.bias import causal_lower_right
+
             options = {"attn_mask": causal_lower_right(count, used - 1)}
         return F.scaled_dot_product_attention(
             query, keys, values, scale=self.scaling, enable_gqa=self.shared > 1, **options
