@@ -30,6 +30,7 @@ from dsbd_cli.decoding import (
     SeededSampler,
     Text,
     Trie,
+    Verdict,
     common_ancestor,
     decode,
     demand_of,
@@ -243,6 +244,15 @@ class Decoder:
         return room, [f"max-new-tokens clamped from {wanted} to {room}: {prompt_tokens} prompt tokens, "
                       f"{limit} is {name}"]  # fmt: skip
 
+    def verdicts(self) -> dict[str, dict[str, Any]]:
+        """What the self-test said of each model, as plain values; runs it where it was not run yet.
+
+        Raises:
+            UserError: an architecture that trees do not serve.
+        """
+        models = {"target": self.target} | ({"draft": self.draft} if self.draft is not None else {})
+        return {role: model.verdict()._asdict() for role, model in models.items()}
+
     def meter(self, with_draft: bool) -> EnergyMeter:
         """An energy meter over the devices that a run uses."""
         models = [self.pair.target, *([self.pair.draft] if with_draft and self.pair.draft else [])]
@@ -269,6 +279,7 @@ def _tree_model(loaded: LoadedModel, pair: Pair, role: str) -> HfTreeModel:
         max_positions=loaded.max_positions,
         # Of the same model as the target every proposal is accepted: not in another arithmetic.
         int8=role == "draft" and loaded.device.type == "cpu" and not same_model(loaded, pair.target),
+        tested=Verdict(**pair.verdicts[role]) if role in pair.verdicts else None,
     )
 
 

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from dsbd_cli.decoding.forward.plain import FAMILIES as FAMILIES
     from dsbd_cli.decoding.forward.plain import at_home as at_home
     from dsbd_cli.decoding.forward.plain import fingerprint as fingerprint
+    from dsbd_cli.decoding.forward.selftest import Verdict as Verdict
     from dsbd_cli.decoding.law.distribution import LogitsProcessor as LogitsProcessor
     from dsbd_cli.decoding.law.distribution import Sampler as Sampler
     from dsbd_cli.decoding.law.distribution import SeededSampler as SeededSampler
@@ -52,6 +53,7 @@ _ROOMS = {
     "device.pipeline": ("Pipeline", "Seat"),
     "forward.backends": ("why_not_fused",),
     "forward.plain": ("FAMILIES", "at_home", "fingerprint"),
+    "forward.selftest": ("Verdict",),
     "law.distribution": ("LogitsProcessor", "Sampler", "SeededSampler"),
     "methods.dsbd": ("Run",),
     "methods.setup": (

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.attention.bias import causal_lower_right
 
 from dsbd_cli.decoding.cache.buffers import KVBuffer, Span
 from dsbd_cli.decoding.forward.kernels import Int8Linear, Linear, PrepackedLinear, fused
@@ -162,6 +161,9 @@ class _Layer:
             own = slice(begin + 1, begin + used)
             options: dict[str, Any] = {"is_causal": True}
             if last - first < used - 1:
+                # Late: it brings torch._dynamo, a second or more, and only a prompt that is gone on with needs it.
+                from torch.nn.attention.bias import causal_lower_right
+
                 options = {"attn_mask": causal_lower_right(last - first, used - 1)}
             parts.append(
                 F.scaled_dot_product_attention(

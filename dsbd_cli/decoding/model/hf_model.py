@@ -23,7 +23,7 @@ from dsbd_cli.decoding.forward.hf import context_limit
 from dsbd_cli.decoding.forward.kernels import keep_logits
 from dsbd_cli.decoding.forward.outcomes import CannotCapture, OutOfMemory, TooLarge
 from dsbd_cli.decoding.forward.plain import why_not_captured
-from dsbd_cli.decoding.forward.selftest import check_tree, refusal, refuse_unserved
+from dsbd_cli.decoding.forward.selftest import Verdict, check_tree, refusal, refuse_unserved
 from dsbd_cli.decoding.law.distribution import LogitsProcessor, Support
 from dsbd_cli.decoding.model.protocol import Side
 from dsbd_cli.decoding.tree.sequences import Node
@@ -49,6 +49,7 @@ class HfTreeModel:
         fast: use a fused forward where one serves the model and agrees with it (`forward.backends`).
         int8: with `fast`, on a CPU: multiply in int8 (a draft's proposals may be anything).
         graphs: capture forwards as CUDA graphs; None: on a CUDA device, if the model can be captured.
+        tested: what the self-test said of this model before: it is not run again.
 
     Attributes:
         calls: forwards since the last `prefill`, that one left out.
@@ -69,6 +70,7 @@ class HfTreeModel:
         fast: bool = True,
         int8: bool = False,
         graphs: bool | None = None,
+        tested: Verdict | None = None,
     ) -> None:
         # A `LoadedModel` names itself; a bare module is named by its config.
         module: Any = model if isinstance(model, torch.nn.Module) else model.model
@@ -101,9 +103,16 @@ class HfTreeModel:
         if self._capture and (reason := why_not(module) or why_not_captured(module)):
             self._no_graphs(reason)
         self._fused = backends.why_not_fused(module)
-        self._ways = backends.candidates(module, int8=int8, fused=fast)
-        self._use(next(self._ways))
-        self._served = False
+        self._served, self._refused = False, 0
+        self._ways = backends.candidates(module, int8=int8, fused=fast, skip=tested.refused if tested else 0)
+        first = next(self._ways, None)
+        if tested is not None and first is not None and first.describe() == tested.forward:
+            self._served, self._refused = True, tested.refused
+            self.notes += tested.notes
+        elif tested is not None or first is None:  # not the machine that it was: ask again
+            self._ways = backends.candidates(module, int8=int8, fused=fast)
+            first = next(self._ways)
+        self._use(first)
 
     def require_tree(self) -> None:
         """Make sure, once, that the tree mask serves this model.
@@ -121,11 +130,22 @@ class HfTreeModel:
                 self._served = False
                 raise refusal(self.model, wrong)
             name = type(self._forward).__name__
+            self._refused += 1
             self.notes.append(
                 f"{self.role}: {name} is not used, it disagrees with the model's own forward ({wrong})"
             )
             self._use(way)
         self._ways = iter(())  # lets go of what was tried
+
+    def verdict(self) -> Verdict:
+        """What the self-test said, for the next load of the same model; runs it if it was not run yet.
+
+        Raises:
+            UserError: the architecture is not served.
+        """
+        self.require_tree()
+        told = [note for note in self.notes if " is not used, it disagrees " in note]
+        return Verdict(self._refused, self._forward.describe(), told)
 
     def _use(self, forward: Forward) -> None:
         """Compute with `forward` from now on, in a new pool."""
