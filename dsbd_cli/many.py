@@ -9,11 +9,11 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
-from dsbd_cli.decoder import Decoder, Generation, Planned
 from dsbd_cli.decoding import (
     Compute,
+    HfTreeModel,
     Iteration,
     Layer,
     PathModel,
@@ -32,6 +32,7 @@ from dsbd_cli.decoding import (
     top_n_needed,
 )
 from dsbd_cli.errors import UserError
+from dsbd_cli.generation import Generation, Host, Planned
 from dsbd_cli.loading.memory import free_memory
 from dsbd_cli.prompts import Prompt
 from dsbd_cli.result import Result
@@ -47,6 +48,19 @@ _FULL = "the draft's context is full: going on without a draft, same law"
 _SHARED_ENERGY = "several prompts share the forwards: measure the whole run"
 
 Asked = tuple[Prompt, Settings]
+
+
+class Sharing(Host, Protocol):
+    """A host whose pair many prompts may share."""
+
+    def plan(self, prompt: Prompt, settings: Settings) -> Planned:
+        """What there is to do for a prompt."""
+
+    def ready(self, settings: Settings) -> HfTreeModel | PathModel:
+        """What decodes with these settings."""
+
+    def generate(self, prompt: Prompt, settings: Settings | None = None, *, energy: bool = True) -> Result:
+        """Decode one prompt alone."""
 
 
 @dataclass(frozen=True)
@@ -101,7 +115,7 @@ class _Member(Generation):
     draft: RequestModel | None
 
     def __init__(
-        self, index: int, decoder: Decoder, plan: Planned, target: RequestModel, draft: RequestModel | None
+        self, index: int, decoder: Sharing, plan: Planned, target: RequestModel, draft: RequestModel | None
     ):
         super().__init__(decoder, plan, target, draft)
         self.index, self.plan = index, plan
@@ -159,7 +173,7 @@ class Batch:
 
     def __init__(
         self,
-        decoder: Decoder,
+        decoder: Sharing,
         size: int | None = None,
         slots: int | None = None,
         tell: Callable[[str], None] | None = None,
