@@ -36,6 +36,7 @@ from dsbd_cli.energy import EnergyMeter
 from dsbd_cli.errors import UserError
 from dsbd_cli.loading import LoadedModel, Pair, PairSpec, load_pair
 from dsbd_cli.loading.model import same_model
+from dsbd_cli.prices.pair import PairPrices
 from dsbd_cli.prompts import Prompt, encode
 from dsbd_cli.result import Beam, Result, Stats
 from dsbd_cli.settings import DRAFTING, Settings, never_passes
@@ -58,6 +59,7 @@ class Decoder:
         self.detokenize = Detokenizer(pair.tokenizer)
         self.target = _tree_model(pair.target, pair, "target")
         self.draft = _tree_model(pair.draft, pair, "draft") if pair.draft is not None else None
+        self.prices = PairPrices(self.target, self.draft)
         self._path: PathModel | None = None
         self.engines = Engines()
         self._choice: Choice | None = None
@@ -157,6 +159,11 @@ class Decoder:
             more = [*more, doubt]
         for note in [*notes, *more]:
             yield Notice(note)
+        if draft is not None:
+            if (line := self.prices.announcement(settings)) is not None:
+                yield Notice(line)
+            for note in self.prices.look_up(settings).notes:
+                yield Notice(note)
         yield from _Generation(self, settings, target, draft, ids, budget, reuse).events(energy)
 
     def ready(self, settings: Settings) -> HfTreeModel | PathModel:
@@ -248,6 +255,7 @@ class _Generation:
         self.decoder, self.settings, self.draft, self.ids, self.budget = decoder, settings, draft, ids, budget
         self.seed = secrets.randbelow(2**31) if settings.seed is None else settings.seed
         self.tally, self.stats = Tally(), Stats(prompt_tokens=len(ids))
+        self.paths: dict[str, str] = {}
         self.seconds = 0.0
         ends = Endings(decoder.detokenize, decoder.pair.eos_ids, settings.stop, budget)
         self.trie = Trie(ends, decoder.pair.eos_ids, budget)
@@ -280,7 +288,10 @@ class _Generation:
             self.draft.prefill(self.ids, trie.root, top_n=draft_processor(settings).top_n, reuse=self.reuse)
         samplers = SeededSampler(self.seed, 0), SeededSampler(self.seed, 1)
         choice = self.decoder.choose(settings, target, self.draft, trie, samplers[1])
-        run = start(settings, target, self.draft, trie, *samplers, choice.engine, choice.proposer)
+        prices = None if self.draft is None else self.decoder.prices.look_up(settings).prices
+        run = start(settings, target, self.draft, trie, *samplers, choice.engine, choice.proposer, prices)
+        if run.shape is not None and prices is not None:
+            self.paths["prices"] = prices.describe()
         run.keep_answer = self.reuse
         return run
 
@@ -335,7 +346,7 @@ class _Generation:
         if stats.energy_j is not None:
             stats.joules_per_token = ratio(stats.energy_j, stats.new_tokens)
         stats.notes = [note for cache in caches for note in cache.notes] + decoder.engines.notes
-        stats.paths = decoder.describe()
+        stats.paths = decoder.describe() | self.paths
         return Result(
             text=visible_text(best, decoder.detokenize, settings.stop),
             token_ids=best.tokens(),

@@ -58,16 +58,21 @@ class Acceptance:
     beams: float = 1.0
 
     @classmethod
-    def assumed(cls, beams: float, gamma: int, draft_width: int, *, pruned: bool = False) -> Acceptance:
+    def assumed(
+        cls, beams: float, gamma: int, draft_width: int, *, pruned: bool = False, least: int = 1
+    ) -> Acceptance:
         """What is believed before anything was tried.
 
         Args:
             beams: distinct beams (`distinct_beams`).
             gamma, draft_width: of the largest forest.
             pruned: layers end where they hold enough of the draft's mass: about four nodes of eight.
+            least: narrower layers never pass (W draws have to be accepted, of W_S).
         """
         widths = draft_widths(draft_width)
-        passes = tuple((1 - _MISS * width**-_RANK) ** beams**_JOINT for width in widths)
+        passes = tuple(
+            (1 - _MISS * width**-_RANK) ** beams**_JOINT if width >= least else 0.0 for width in widths
+        )
         nodes = tuple(width**0.7 if pruned else float(width) for width in widths)
         return cls(widths, (passes,) * gamma, nodes, beams)
 
@@ -147,12 +152,22 @@ def best_forest(
     most = layers_per_ms(prices, acceptance, best, requests=requests, beams=beams)
     if prices.draft is None:
         return best
+    live = acceptance.beams if beams is None else beams
+    seen = acceptance if live == acceptance.beams else acceptance.for_beams(live)
+    first = prices.draft(requests * live)
     for width in acceptance.widths if widths is None else widths:
         if width > max_draft_width:
             break
-        for gamma in range(1, min(max_gamma, len(acceptance.passes)) + 1):
-            shape = Shape(gamma, width)
-            found = layers_per_ms(prices, acceptance, shape, requests=requests, beams=beams)
+        # `layers_per_ms` for each depth in turn; this runs in every iteration on a CPU.
+        at = seen.at(width)
+        inside = requests * seen.nodes[at]
+        further = prices.draft(inside)
+        layers = reached = 1.0
+        for gamma, passes in enumerate(seen.passes[:max_gamma], 1):
+            reached *= passes[at]
+            layers += reached
+            ms = prices.target(requests * live + gamma * inside) + prices.layer_ms * requests * layers
+            found = requests * layers / (ms + first + (gamma - 1) * further)
             if found > most * (1 + 1e-12):
-                best, most = shape, found
+                best, most = Shape(gamma, width), found
     return best

@@ -1,20 +1,13 @@
-"""What proposes forests, and how deep they are worth drafting (docs/design.md section 2)."""
+"""What proposes forests (docs/design.md section 2)."""
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Generator
 from typing import Protocol
 
 from dsbd_cli.decoding.law.distribution import LogitsProcessor, Sampler, most_probable
 from dsbd_cli.decoding.model.protocol import Compute, TreeModel
 from dsbd_cli.decoding.tree.sequences import DraftLayer, Forest, Node, Trie, draft_room
-
-# What is believed of a layer before any was tried. Measured: more costs short answers a third of their speed.
-_PRIOR = 0.65
-# Weight of the newest observation: the last five or so decide.
-_RATE = 0.2
-# A depth that was not tried comes to be believed as good as the one above it: else it is never tried again.
-_FORGETTING = 0.05
 
 
 class Proposer(Protocol):
@@ -25,10 +18,15 @@ class Proposer(Protocol):
     def begin(self, beams: list[Node], depth: int) -> None:
         """Launch what `propose` will be asked for next, where a device can work on its own."""
 
-    def propose(self, beams: list[Node], depth: int) -> Generator[Compute, None, Forest]:
+    def propose(
+        self, beams: list[Node], depth: int, width: int | None = None
+    ) -> Generator[Compute, None, Forest]:
         """A forest of at most `depth` layers on the unfinished `beams` (their `score` is known).
 
         Yields what has to be computed on the way.
+
+        Args:
+            width: the most draws of a layer, where that is to be less than W_S.
         """
 
     def retain(self, leaves: list[Node]) -> None:
@@ -66,8 +64,11 @@ class DraftModelProposer:
     def begin(self, beams: list[Node], depth: int) -> None:
         """Nothing: the host draws every layer before the next one can be computed."""
 
-    def propose(self, beams: list[Node], depth: int) -> Generator[Compute, None, Forest]:
+    def propose(
+        self, beams: list[Node], depth: int, width: int | None = None
+    ) -> Generator[Compute, None, Forest]:
         layers: list[DraftLayer] = []
+        width = self._width if width is None else width
         room = draft_room(self._draft.max_depth, beams)
         self.exhausted = room <= 0
         # Below a token that the draft does not have, nothing is drafted.
@@ -79,9 +80,9 @@ class DraftModelProposer:
             yield Compute(self._draft, parents)
             support = self._draft.joint(parents, scores, self._processor)
             if self._distinct:
-                sample = [int(i) for i in most_probable(support, self._width, self._mass)]
+                sample = [int(i) for i in most_probable(support, width, self._mass)]
             else:
-                sample = self._sampler.sample(support.prob, self._width)
+                sample = self._sampler.sample(support.prob, width)
             draws = [self._trie.child(parents[support.parent[i]], int(support.token[i])) for i in sample]
             layers.append(DraftLayer(parents, support, draws))
             found = {
@@ -96,48 +97,3 @@ class DraftModelProposer:
 
     def retain(self, leaves: list[Node]) -> None:
         self._draft.retain(leaves)
-
-
-class DraftLength:
-    """How many layers are worth drafting: as many as the recent past says will be used. No clocks.
-
-    Where a forward costs about the same for any number of nodes (a GPU), a layer too many costs little.
-    On a CPU it costs a draft forward and its nodes' share of the target's, and prompts differ: on some
-    the draft is right four layers deep, on others hardly once.
-
-    Exactness: the depth is chosen before an iteration's draft, from the layers that earlier iterations
-    passed; that is a function of the past, and given the past every layer is drawn from its own
-    distribution whatever is drafted below it (docs/design.md section 3). Costs are fixed numbers of the
-    pair, not times measured in this run, so one seed gives one text on any machine.
-
-    Args:
-        cost: of one more drafted layer, draft forward and nodes, in target calls; above 0.
-    """
-
-    def __init__(self, cost: float) -> None:
-        self._cost = cost
-        # Probability that layer i passes if those above it did.
-        self._passes: list[float] = []
-
-    def depth(self, most: int) -> int:
-        """The depth, 1 to `most` (at least 1), that promises most layers for what it costs."""
-        self._passes += [_PRIOR] * (most - len(self._passes))
-        best, chosen = 0.0, 1
-        reached, layers = 1.0, 1.0  # a call yields one layer whatever is drafted
-        for depth in range(1, most + 1):
-            reached *= self._passes[depth - 1]
-            layers += reached
-            worth = layers / (1 + self._cost * depth)
-            if worth > best:
-                best, chosen = worth, depth
-        return chosen
-
-    def learn(self, passed: Sequence[bool]) -> None:
-        """What became of an iteration's drafted layers that were verified, from the first on."""
-        tried = 0
-        for tried, good in enumerate(passed, 1):
-            self._passes[tried - 1] += _RATE * (float(good) - self._passes[tried - 1])
-            if not good:
-                break
-        for i in range(max(1, tried), len(self._passes)):
-            self._passes[i] += _FORGETTING * (self._passes[i - 1] - self._passes[i])
