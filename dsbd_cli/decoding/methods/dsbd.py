@@ -19,8 +19,7 @@ import numpy as np
 from dsbd_cli.decoding.law.distribution import Support
 from dsbd_cli.decoding.law.verification import Verified, accept_draws, align, cover, covered, keys
 from dsbd_cli.decoding.law.width import ThresholdWidth
-from dsbd_cli.decoding.methods.proposers import Proposer
-from dsbd_cli.decoding.methods.shape import ForestShape
+from dsbd_cli.decoding.methods.proposers import ForestShape, Proposer
 from dsbd_cli.decoding.model.protocol import Compute, Engine, TreeModel
 from dsbd_cli.decoding.tree.events import Iteration, Layer
 from dsbd_cli.decoding.tree.request import Request

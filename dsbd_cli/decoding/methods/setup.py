@@ -8,8 +8,7 @@ from dsbd_cli.decoding.law.distribution import LogitsProcessor, Sampler
 from dsbd_cli.decoding.law.width import ThresholdWidth, width_rule
 from dsbd_cli.decoding.methods.deterministic import beam_search
 from dsbd_cli.decoding.methods.dsbd import Run, alone, dsbd
-from dsbd_cli.decoding.methods.proposers import CapturedProposer, DraftModelProposer, Proposer
-from dsbd_cli.decoding.methods.shape import ForestShape
+from dsbd_cli.decoding.methods.proposers import CapturedProposer, DraftModelProposer, ForestShape, Proposer
 from dsbd_cli.decoding.methods.specinfer import TreeProposer, specinfer
 from dsbd_cli.decoding.model.protocol import Compute, Demand, Engine, TreeModel
 from dsbd_cli.decoding.tree.events import Iteration, Layer
