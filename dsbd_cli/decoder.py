@@ -1,10 +1,15 @@
-"""The Python API: a `Decoder` holds a loaded pair and turns prompts into `Result`s or streams of events."""
+"""The Python API: a `Decoder` holds a loaded pair and turns prompts into `Result`s or streams of events.
+
+One module, since loading, decoding and measuring a prompt share the one pair that a `Decoder` holds.
+"""
 
 from __future__ import annotations
 
+import itertools
 import secrets
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +41,7 @@ from dsbd_cli.energy import EnergyMeter
 from dsbd_cli.errors import UserError
 from dsbd_cli.loading import LoadedModel, Pair, PairSpec, load_pair
 from dsbd_cli.loading.model import same_model
+from dsbd_cli.prices import Prices
 from dsbd_cli.prices.pair import PairPrices
 from dsbd_cli.prompts import Prompt, encode
 from dsbd_cli.result import Beam, Result, Stats
@@ -140,12 +146,55 @@ class Decoder:
             energy: measure it; off where the caller does, for reading a card's counter takes a while.
         """
         settings = settings or self.settings
+        plan = self.plan(prompt, settings)
+        for note in plan.notes:
+            yield Notice(note)
+        draft = self.draft if plan.drafts else None
+        if draft is not None:
+            if (line := self.prices.announcement(settings)) is not None:
+                yield Notice(line)
+            for note in self.prices.look_up(settings).notes:
+                yield Notice(note)
+        yield from Generation(self, plan, self.ready(settings), draft, reuse).events(energy)
+
+    def generate_many(
+        self, prompts: Iterable[Prompt], settings: Settings | Sequence[Settings] | None = None, *,
+        batch: int | None = None,
+    ) -> Iterator[Result]:  # fmt: skip
+        """Decode many prompts at a time; results in the order of the prompts, each as `generate` gives it.
+
+        Args:
+            prompts: taken as places become free.
+            settings: for all of them, or as many as there are prompts.
+            batch: how many at a time; None: as many as this machine does well.
+
+        Raises:
+            UserError: a prompt that cannot work with this pair, once those before it are done.
+            RunError: non-finite logits.
+        """
+        from dsbd_cli.many import Batch, in_order
+
+        own = settings or self.settings
+        each = itertools.repeat(own) if isinstance(own, Settings) else own
+        with Batch(self, batch) as running:
+            for answer in in_order(running.answers(zip(prompts, each, strict=False))):
+                if answer.error is not None:
+                    raise answer.error
+                assert answer.result is not None
+                yield answer.result
+
+    def plan(self, prompt: Prompt, settings: Settings) -> Planned:
+        """What there is to do for a prompt.
+
+        Raises:
+            UserError: settings or prompt that cannot work with this pair.
+        """
         ids, notes = encode(prompt, self.pair.tokenizer, settings, self.pair.vocab_size)
         budget, more = self._budget(len(ids), settings.max_new_tokens)
         drafting = settings.method in DRAFTING
         if drafting and self.draft is None:
             raise UserError(f"method {settings.method} needs a draft model: give --draft, or --method beam")
-        target = self.ready(settings)
+        self.ready(settings)
         draft = self.draft if drafting else None
         limit = draft.max_positions if draft is not None else None
         if limit is not None and len(ids) > limit:
@@ -157,14 +206,7 @@ class Decoder:
             more = [*more, "the prompt has tokens that the draft lacks: decoding without a draft, same law"]
         if (doubt := never_passes(settings)) is not None and draft is not None:
             more = [*more, doubt]
-        for note in [*notes, *more]:
-            yield Notice(note)
-        if draft is not None:
-            if (line := self.prices.announcement(settings)) is not None:
-                yield Notice(line)
-            for note in self.prices.look_up(settings).notes:
-                yield Notice(note)
-        yield from _Generation(self, settings, target, draft, ids, budget, reuse).events(energy)
+        return Planned(settings, ids, budget, draft is not None, [*notes, *more])
 
     def ready(self, settings: Settings) -> HfTreeModel | PathModel:
         """What decodes with these settings: a tree, or for `multinomial` a path where no tree is possible.
@@ -238,24 +280,37 @@ def _tree_model(loaded: LoadedModel, pair: Pair, role: str) -> HfTreeModel:
     )
 
 
-class _Generation:
-    """One prompt through one method: owns the clocks, the counts and the confirmed text."""
+@dataclass(frozen=True)
+class Planned:
+    """A prompt that can be decoded.
 
-    def __init__(
-        self,
-        decoder: Decoder,
-        settings: Settings,
-        target: HfTreeModel | PathModel,
-        draft: HfTreeModel | None,
-        ids: list[int],
-        budget: int,
-        reuse: bool,
-    ) -> None:
+    Attributes:
+        ids: as the target sees it. budget: tokens that may be generated.
+        drafts: whether a draft goes with the target.
+        notes: what the user should know; a line each.
+    """
+
+    settings: Settings
+    ids: list[int]
+    budget: int
+    drafts: bool
+    notes: list[str]
+
+
+class Generation:
+    """One prompt through one method: owns the clocks, the counts and the confirmed text.
+
+    Args:
+        target, draft: what decodes it; `RequestModel`s where many prompts share a pair.
+        reuse: as for `Decoder.stream`.
+    """
+
+    def __init__(self, decoder: Decoder, plan: Planned, target: Any, draft: Any, reuse: bool = False) -> None:
         self.reuse, self.target = reuse, target
+        settings, ids, budget = plan.settings, plan.ids, plan.budget
         self.decoder, self.settings, self.draft, self.ids, self.budget = decoder, settings, draft, ids, budget
         self.seed = secrets.randbelow(2**31) if settings.seed is None else settings.seed
         self.tally, self.stats = Tally(), Stats(prompt_tokens=len(ids))
-        self.paths: dict[str, str] = {}
         self.seconds = 0.0
         ends = Endings(decoder.detokenize, decoder.pair.eos_ids, settings.stop, budget)
         self.trie = Trie(ends, decoder.pair.eos_ids, budget)
@@ -275,7 +330,7 @@ class _Generation:
             used = meter.stop()
             self.stats.energy_j = used.joules
             self.stats.energy_source = used.source if used.joules is not None else used.reason
-        result = self._result(run)
+        result = self.result(run)
         left = self.text.finish(result.text)
         if left:
             yield Text(left)
@@ -288,12 +343,15 @@ class _Generation:
             self.draft.prefill(self.ids, trie.root, top_n=draft_processor(settings).top_n, reuse=self.reuse)
         samplers = SeededSampler(self.seed, 0), SeededSampler(self.seed, 1)
         choice = self.decoder.choose(settings, target, self.draft, trie, samplers[1])
-        prices = None if self.draft is None else self.decoder.prices.look_up(settings).prices
-        run = start(settings, target, self.draft, trie, *samplers, choice.engine, choice.proposer, prices)
-        if run.shape is not None and prices is not None:
-            self.paths["prices"] = prices.describe()
+        run = start(
+            settings, target, self.draft, trie, *samplers, choice.engine, choice.proposer, self.prices()
+        )
         run.keep_answer = self.reuse
         return run
+
+    def prices(self) -> Prices | None:
+        """What this run's forests have to be worth; None where they are full."""
+        return None if self.draft is None else self.decoder.prices.look_up(self.settings).prices
 
     def _decode(self, run: Run) -> Iterator[Event]:
         loop = decode(run, self.settings)
@@ -329,7 +387,8 @@ class _Generation:
         node = common_ancestor([*rivals, best] if best is not None else rivals)
         return self.text.advance(node) if node.finish is None else ""
 
-    def _result(self, run: Run) -> Result:
+    def result(self, run: Run) -> Result:
+        """The answer, of a run that has ended."""
         settings, decoder, stats = self.settings, self.decoder, self.stats
         ranking = run.hypotheses.ranking()[: settings.num_return]
         best = ranking[0]
@@ -346,7 +405,9 @@ class _Generation:
         if stats.energy_j is not None:
             stats.joules_per_token = ratio(stats.energy_j, stats.new_tokens)
         stats.notes = [note for cache in caches for note in cache.notes] + decoder.engines.notes
-        stats.paths = decoder.describe() | self.paths
+        stats.paths = decoder.describe()
+        if run.shape is not None and (prices := self.prices()) is not None:
+            stats.paths["prices"] = prices.describe()
         return Result(
             text=visible_text(best, decoder.detokenize, settings.stop),
             token_ids=best.tokens(),

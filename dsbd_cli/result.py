@@ -29,7 +29,7 @@ class Stats:
         new_tokens: length of the answer's `token_ids`.
         layers: committed layers. target_calls, draft_calls: forwards, prefill left out.
         drafts_examined, drafts_accepted: draft draws looked at (those under dead parents count as
-            rejected, those after the last slot not at all); for `cover` slots, and those in the forest.
+            rejected, those after the last draw not at all); for `cover` draws, and those in the forest.
         accepted_by_depth: [layer of the forest] -> [examined, accepted].
         widths, distinct_widths: draws, and distinct sequences, of each committed layer.
         prefill_s, decode_s: seconds inside the engine, what consumes the events left out.

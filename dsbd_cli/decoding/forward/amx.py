@@ -81,6 +81,7 @@ class AmxForward:
     dtype = torch.bfloat16
     relative_node_cost = 0.012
     reads_length = False
+    takes_spans = False
     between: Callable[[], None] | None = None
 
     def __init__(self, model: Any, *, int8: bool = False) -> None:

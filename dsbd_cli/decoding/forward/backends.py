@@ -39,6 +39,8 @@ class Forward(Protocol):
         dtype: of keys, values and the tree attention mask.
         int8: whether it multiplies in int8 (drafts only: it changes the numbers).
         reads_length: whether `KVBuffer.length` bounds attention, so that the mask may be wider.
+        takes_spans: whether each request's nodes look at its own slots only (`KVBuffer.spans`); else the mask
+            must show all slots.
         relative_node_cost: what a node more costs, in forwards of one node.
         between: called between some decoder layers while a CUDA graph is captured, or None.
     """
@@ -46,6 +48,7 @@ class Forward(Protocol):
     dtype: torch.dtype
     int8: bool
     reads_length: bool
+    takes_spans: bool
     relative_node_cost: float
     between: Callable[[], None] | None
 

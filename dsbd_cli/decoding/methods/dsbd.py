@@ -20,7 +20,7 @@ from dsbd_cli.decoding.law.distribution import Support
 from dsbd_cli.decoding.law.verification import Verified, accept_draws, align, cover, covered, keys
 from dsbd_cli.decoding.law.width import ThresholdWidth
 from dsbd_cli.decoding.methods.proposers import ForestShape, Proposer
-from dsbd_cli.decoding.model.protocol import Compute, Engine, TreeModel
+from dsbd_cli.decoding.model.protocol import Compute, Engine, Need, TreeModel, Turn
 from dsbd_cli.decoding.tree.events import Iteration, Layer
 from dsbd_cli.decoding.tree.request import Request
 from dsbd_cli.decoding.tree.sequences import DraftLayer, Forest, Node
@@ -76,7 +76,7 @@ class Run(Request):
         if self.hypotheses.stopped() or (verify == "cover" and self.logits_known()):
             return
         if self.engine is not None:
-            self.engine.begin([self])
+            self.engine.begin(self, self.take)
         elif self.proposer is not None and self._depth() > 0:
             self.proposer.begin(self.hypotheses.active, self._depth())
         else:
@@ -86,6 +86,21 @@ class Run(Request):
         """The one target call of an iteration: the beams not computed yet, and the whole forest."""
         if not forest.computed:
             yield Compute(self.target, [*self.hypotheses.active, *forest.unfinished()])
+
+    def take(self, draws: list[Node], held: list[bool] | None) -> bool:
+        """Commit a layer that the engine drew, from the random numbers of `cover_layers` (`protocol.Commit`)."""
+        verified = None
+        if held is not None:
+            # A finished sequence needs no node of the forest.
+            verified = covered(
+                (), [one or (None if node.finish else False) for node, one in zip(draws, held, strict=True)]
+            )
+        self.commit(draws, verified, len(self._layers))
+        return not self.hypotheses.stopped()
+
+    def layers_taken(self) -> list[Layer]:
+        """The layers that `take` has committed in this iteration."""
+        return list(self._layers)
 
     def p_beam(self) -> Support:
         """The target distribution of the next layer, over active set x vocabulary (all their logits are known)."""
@@ -156,12 +171,16 @@ class Run(Request):
         yield event
 
 
-def dsbd(run: Run, verify: str) -> Iterator[Layer | Iteration | Compute]:
+def dsbd(run: Run, verify: str) -> Iterator[Layer | Iteration | Need]:
     """Decode until the stop rules hold; `verify` is `paper`, `continue` or `cover`."""
     engine = run.engine
     while not run.hypotheses.stopped():
-        if engine is not None and engine.begin([run]):
-            yield from _engine_iteration(run, engine)
+        if engine is not None and engine.begin(run, run.take):
+            yield Turn(engine)
+            layers = run.layers_taken()
+            yield from layers
+            if layers:  # one that has just come in may have to wait for the next iteration
+                yield from run.finish_iteration(engine.forest, by=engine)
             continue
         # With `cover` the first layer behind the prompt is sampled directly: its target logits are there
         # already, so drafting for it would be wasted.
@@ -170,25 +189,6 @@ def dsbd(run: Run, verify: str) -> Iterator[Layer | Iteration | Compute]:
         yield from run.advance(forest)
         yield from layers_of(run, forest, verify)
         yield from run.finish_iteration(forest, verify)
-
-
-def _engine_iteration(run: Run, engine: Engine) -> Iterator[Layer | Iteration]:
-    """One iteration of `cover` that the device drafted and verified, from the random numbers of `cover_layers`."""
-    layers: list[Layer] = []
-
-    def commit(_: Request, draws: list[Node], held: list[bool] | None) -> bool:
-        verified = None
-        if held is not None:
-            # A finished sequence needs no node of the forest.
-            verified = covered(
-                (), [one or (None if node.finish else False) for node, one in zip(draws, held, strict=True)]
-            )
-        layers.append(run.commit(draws, verified, len(layers)))
-        return not run.hypotheses.stopped()
-
-    (forest,) = engine.step([run], commit)
-    yield from layers
-    yield from run.finish_iteration(forest, by=engine)
 
 
 def layers_of(run: Run, forest: Forest, verify: str) -> Iterator[Layer]:
@@ -285,11 +285,13 @@ def _mass_held(run: Run, support: Support, drafted: DraftLayer) -> float:
 # Needs.
 
 
-def alone(loop: Iterator[_Event | Compute]) -> Iterator[_Event]:
+def alone(loop: Iterator[_Event | Need]) -> Iterator[_Event]:
     """A loop with its needs served one by one: a request that shares nothing."""
     for event in loop:
         if isinstance(event, Compute):
             event.model.forward(event.nodes)
+        elif isinstance(event, Turn):
+            event.engine.step()
         else:
             yield event
 

@@ -124,6 +124,11 @@ class ForestShape:
             the whole of it.
         drawn: the forest's layers are draws, which are looked at one by one (`paper`, `continue`), not the most
             probable continuations.
+
+    Attributes:
+        requests: how many share each forward, so that their nodes are paid together; 1 where the text depends on
+            the forest (all but `cover` of a fixed width and the deterministic mode): a request's text must not
+            depend on its neighbours.
     """
 
     def __init__(
@@ -135,6 +140,7 @@ class ForestShape:
         self._first = acceptance.passes
         self._passes = [list(layer) for layer in acceptance.passes]
         self._nodes = list(acceptance.nodes)
+        self.requests = 1
         always = Acceptance(self._widths, ((1.0,) * len(self._widths),) * len(self._passes), acceptance.nodes)
         # Where no forest could pay even if all of it passed, none is ever tried.
         self._hopeless = self._best(always, len(self._passes)).gamma == 0
@@ -145,14 +151,14 @@ class ForestShape:
         """The shape of the next forest, at most `most` (at least 1) layers deep."""
         known = self._acceptance()
         shape = self._best(known, most)
-        if shape.gamma or self._hopeless:
+        if shape.gamma or (self._hopeless and self.requests == 1):
             self._resting = 0
         else:
             self._resting += 1
             if self._resting > self._rest:
                 self._resting, self._rest = 0, min(2 * self._rest, _LONGEST_REST)
                 tries = [Shape(1, width) for width in self._choice]
-                shape = max(tries, key=lambda one: layers_per_ms(self._prices, known, one))
+                shape = max(tries, key=lambda one: self._worth(known, one))
         self._limit = shape.draft_width
         return shape
 
@@ -190,13 +196,16 @@ class ForestShape:
             held = min(width, size) if width <= used or ended else max(self._nodes[i], size)
             self._nodes[i] += _RATE * (held - self._nodes[i])
 
+    def _worth(self, known: Acceptance, shape: Shape) -> float:
+        return layers_per_ms(self._prices, known, shape, requests=self.requests)
+
     def _acceptance(self) -> Acceptance:
         return Acceptance(self._widths, tuple(map(tuple, self._passes)), tuple(self._nodes), self._beams)
 
     def _best(self, known: Acceptance, most: int) -> Shape:
         return best_forest(
-            self._prices, known, beams=self._beams, max_gamma=most, max_draft_width=self._widths[-1],
-            widths=self._choice,
+            self._prices, known, requests=self.requests, beams=self._beams, max_gamma=most,
+            max_draft_width=self._widths[-1], widths=self._choice,
         )  # fmt: skip
 
 

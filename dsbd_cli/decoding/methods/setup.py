@@ -10,7 +10,7 @@ from dsbd_cli.decoding.methods.deterministic import beam_search
 from dsbd_cli.decoding.methods.dsbd import Run, alone, dsbd
 from dsbd_cli.decoding.methods.proposers import CapturedProposer, DraftModelProposer, ForestShape, Proposer
 from dsbd_cli.decoding.methods.specinfer import TreeProposer, specinfer
-from dsbd_cli.decoding.model.protocol import Compute, Demand, Engine, TreeModel
+from dsbd_cli.decoding.model.protocol import Demand, Engine, Need, TreeModel
 from dsbd_cli.decoding.tree.events import Iteration, Layer
 from dsbd_cli.decoding.tree.sequences import Hypotheses, Trie
 from dsbd_cli.prices import Acceptance, Prices, distinct_beams
@@ -81,6 +81,19 @@ def forest_mass(settings: Settings) -> float:
     if greedy or dynamic or settings.method != "dsbd" or settings.verify != "cover":
         return 1.0
     return (1 + settings.top_p) / 2
+
+
+def most_nodes(settings: Settings, prompt_tokens: int, budget: int) -> int:
+    """Slots that a request may come to need in either model: its prompt, W sequences as long as may be, and the
+    forests of two iterations in flight."""
+    width = 1 if settings.method in ONE_BEAM_METHODS else settings.width
+    forest = settings.gamma * settings.draft_width if settings.method in DRAFTING else 0
+    if settings.method == "specinfer":
+        forest, level = 0, 1
+        for count in settings.tree or DEFAULT_TREE:
+            level *= count
+            forest += level
+    return 1 + prompt_tokens + width * budget + 2 * (2 * width + forest)
 
 
 def demand_of(settings: Settings, drafts: bool) -> Demand:
@@ -182,7 +195,7 @@ def decode(run: Run, settings: Settings) -> Iterator[Layer | Iteration]:
     return alone(loop_of(run, settings))
 
 
-def loop_of(run: Run, settings: Settings) -> Iterator[Layer | Iteration | Compute]:
+def loop_of(run: Run, settings: Settings) -> Iterator[Layer | Iteration | Need]:
     """The method's own loop, for whoever serves the needs that it yields."""
     if settings.deterministic:
         return beam_search(run, settings.early_stopping, settings.length_penalty)

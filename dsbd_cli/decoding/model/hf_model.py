@@ -1,4 +1,7 @@
-"""A Hugging Face causal LM as a `TreeModel`: one tree, one key/value pool, one forward a call."""
+"""A Hugging Face causal LM as a `TreeModel`: one tree, one key/value pool, one forward a call.
+
+One module, since prompts, forwards and what is kept of them work on the same cache and the same logits.
+"""
 
 from __future__ import annotations
 
@@ -9,13 +12,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dsbd_cli.decoding.cache.buffers import LogitStore
+from dsbd_cli.decoding.cache.buffers import LogitStore, Span
 from dsbd_cli.decoding.cache.tree_cache import Plan, TreeCache
 from dsbd_cli.decoding.forward import backends
 from dsbd_cli.decoding.forward.attention import without_planning
 from dsbd_cli.decoding.forward.backends import Forward
 from dsbd_cli.decoding.forward.capture import InFlight, OverlapClock
-from dsbd_cli.decoding.forward.graphs import GraphForward, why_not
+from dsbd_cli.decoding.forward.graphs import GraphForward, why_not, why_not_shared
 from dsbd_cli.decoding.forward.hf import context_limit
 from dsbd_cli.decoding.forward.kernels import keep_logits
 from dsbd_cli.decoding.forward.outcomes import CannotCapture, OutOfMemory, TooLarge
@@ -83,7 +86,6 @@ class HfTreeModel:
         self._long = False
         self.max_positions = max_positions or getattr(model, "max_positions", None) or context_limit(module)
         self.calls = 0
-        self._root = Node(-1, None)
         self.notes: list[str] = []
         self.rows = LogitStore(f"the {role} model ({self.name})", self.dtype, self.vocab_size)
         self.clock = OverlapClock()
@@ -129,7 +131,7 @@ class HfTreeModel:
         self._forward = forward
         # Buffers that grow cost a capture its pointers: start large where forwards are captured.
         slots, rows = _CAPTURED_SIZES if self._capture else _SIZES
-        self.pool = TreeCache(slots, rows, forward.dtype, self.device)
+        self.pool = TreeCache.alone(slots, rows, forward.dtype, self.device)
         if self._capture:
             self.graphs = GraphForward(forward, self.pool, self.vocab_size, self.device, self.clock)
 
@@ -142,6 +144,17 @@ class HfTreeModel:
         """Whether forwards are captured as CUDA graphs (not while memory is short)."""
         return self.graphs is not None and not self._short_of_memory
 
+    @property
+    def tree_forward(self) -> Forward:
+        """The forward that serves this model's trees; `require_tree` has chosen it."""
+        self.require_tree()
+        return self._forward
+
+    @property
+    def shares(self) -> bool:
+        """Whether several requests can share a forward: not where positions depend on a length."""
+        return self._border is None and why_not_shared(self.model) is None
+
     def describe(self) -> str:
         """Which forward serves this model, and whether it is captured: one sentence."""
         captured = "captured as CUDA graphs" if self._capture else f"no CUDA graphs ({self._why_no_graphs})"
@@ -150,14 +163,15 @@ class HfTreeModel:
 
     def side(self) -> Side:
         """What captured iterations need of this model."""
-        return Side(self._forward, self.pool, self.vocab_size, min(self.rows.size, self.vocab_size))
+        top_n = min(self.rows.size, self.vocab_size)
+        return Side(self._forward, self.pool.stores, self.vocab_size, top_n, self.pool)
 
     # What the run reports.
 
     @property
     def max_depth(self) -> int | None:
         """Depth of the deepest node that the context limit leaves room for."""
-        length = self.pool.prompt_length(self._root)
+        length = self.pool.prompt_length
         limit = self.limit_for(length)
         return None if limit is None else limit - length
 
@@ -240,7 +254,6 @@ class HfTreeModel:
         long, before = self._border is not None and not self._below(len(ids)), self._long
         self._long = long
         kept = self.pool.shared_prefix(ids) if reuse and not self.rows.tainted and long == before else []
-        self._root = root
         self.pool.start(ids, root, kept)
         self.rows.start(top_n)
         self.calls = 0
@@ -248,10 +261,10 @@ class HfTreeModel:
         # Beyond a border of rope factors every part of the prompt has to see its whole length.
         chunk = len(ids) if long else _CHUNK
         for begin in range(len(kept), len(ids), chunk):
-            plan = self.pool.prompt_plan(root, begin, min(begin + chunk, len(ids)))
+            plan = self.pool.prompt_plan(begin, min(begin + chunk, len(ids)))
             slots = torch.tensor(plan.slots, device=self.device)
             end = begin + len(plan)
-            if self._forward.needs_no_mask(begin) and self.pool.straight(root, end):
+            if self._forward.needs_no_mask(begin) and self.pool.straight(end):
                 mask = None
                 self.pool.masks.see(plan.mask_rows[0], slots)
             else:
@@ -344,9 +357,9 @@ class HfTreeModel:
     def _compute(self, plan: Plan, slots: Tensor, mask: Tensor | None, head: Tensor | int) -> Tensor:
         """Logits [K, V'] of the nodes that `head` names."""
         cache = self.pool.cache
-        cache.slots, cache.used = slots, plan.used
+        cache.slots, cache.used, cache.spans = slots, plan.used, (Span(0, len(plan), 0, plan.used),)
         if self._forward.reads_length:
-            cache.length = torch.tensor([plan.used], device=self.device)
+            cache.begins, cache.length = torch.tensor([[0], [plan.used]], device=self.device)
         ids, positions = torch.tensor([plan.ids, plan.positions], device=self.device)
         seen: Any = None if mask is None else mask[:, : plan.used]
         if self.device.type != "cuda":

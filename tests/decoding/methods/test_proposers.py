@@ -9,9 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dsbd_cli.decoding.law.distribution import SeededSampler, Support, most_probable
+from dsbd_cli.decoding.law.distribution import SeededSampler, Support
 from dsbd_cli.decoding.methods.proposers import ForestShape
-from dsbd_cli.decoding.methods.setup import forest_mass
 from dsbd_cli.decoding.tree.events import Iteration, Layer
 from dsbd_cli.decoding.tree.sequences import DraftLayer, Forest, Node
 from dsbd_cli.prices import Acceptance, Curve, Prices, Shape, best_forest
@@ -315,23 +314,11 @@ def test_the_choice_is_that_of_best_forest():
     assert shape.choose(6) == best_forest(Prices.assumed(0.1, 0.03), known, max_gamma=6, max_draft_width=8)
 
 
-# Layers that end where they hold enough of the draft's mass.
-
-
-def test_mass_ends_a_layer():
-    prob = np.array([0.1, 0.5, 0.3, 0.1])
-    support = Support(np.zeros(4, dtype=int), np.arange(4), np.log(prob), prob)
-    assert most_probable(support, 4).tolist() == [1, 2, 0, 3]
-    assert most_probable(support, 4, 0.75).tolist() == [1, 2]
-    assert most_probable(support, 4, 0.85).tolist() == [1, 2, 0]
-    assert most_probable(support, 1, 0.85).tolist() == [1]
-    assert most_probable(support, 4, 0.9999999).tolist() == [1, 2, 0, 3]
-
-
-def test_only_fixed_width_covers_are_pruned():
-    given = {"method": "dsbd", "verify": "cover", "width": 4}
-    assert math.isclose(forest_mass(settings_for(T(1.0, 10, 0.8), **given)), 0.9)
-    assert forest_mass(settings_for(T(1.0, 10, 1.0), **given)) == 1
-    assert forest_mass(settings_for(T(0.0, 10, 0.8), **given)) == 1
-    assert forest_mass(settings_for(T(1.0, 10, 0.8), **(given | {"threshold": 0.9}))) == 1
-    assert forest_mass(settings_for(T(1.0, 10, 0.8), **(given | {"verify": "paper"}))) == 1
+def test_of_many_requests_each_gets_less():
+    sizes = []
+    for requests in (1, 4, 16, 64):
+        shape = rule(Prices(Curve((1, 32, 512), (4.0, 4.3, 12.0)), Curve((1, 512), (0.3, 0.6))))
+        shape.requests = requests
+        sizes.append(math.prod(shape.choose(6)))
+    assert sizes[0] > sizes[-1]
+    assert sizes == sorted(sizes, reverse=True)

@@ -25,12 +25,12 @@ from tests.decoding.toys import DRAFTS, EOS, OFF, ON, OTHER, TARGET, TWO
 GOOD = DRAFTS["good"][1]
 THREE = State(active=((0,), (1,), (2,)))
 
-Slots = tuple[Path, ...]
+Draws = tuple[Path, ...]
 
 
-def product(law: dict[Path, float], width: int) -> dict[Slots, float]:
+def product(law: dict[Path, float], width: int) -> dict[Draws, float]:
     """`width` iid draws, in order."""
-    return {slots: math.prod(law[path] for path in slots) for slots in itertools.product(law, repeat=width)}
+    return {draws: math.prod(law[path] for path in draws) for draws in itertools.product(law, repeat=width)}
 
 
 def conditional(law: dict[Any, float]) -> dict[Any, float]:
@@ -81,7 +81,7 @@ def test_slots_are_iid_whatever_was_drafted(t: T, draws: int, order: str, thresh
     q = some_q(parents, seed=len(order))
     widths = set()
 
-    def play(sampler: Branching) -> Slots:
+    def play(sampler: Branching) -> Draws:
         run = case.run(sampler, sampler, THREE)
         now(run.advance(Forest()))
         layer = verify_layer(run, hand_made(run, parents, q, draws, sampler), 0)
@@ -99,10 +99,10 @@ def test_slots_are_iid_whatever_was_drafted(t: T, draws: int, order: str, thresh
     assert total_variation(law, product(p_beam(TARGET, THREE.active, t), width)) < 1e-9
 
 
-def drafted_layers(case: Toy, state: State) -> Callable[[Branching], tuple[Any, Slots]]:
+def drafted_layers(case: Toy, state: State) -> Callable[[Branching], tuple[Any, Draws]]:
     """Play two layers of one forest; the outcome of the second, keyed by all that its p and q depend on."""
 
-    def play(sampler: Branching) -> tuple[Any, Slots]:
+    def play(sampler: Branching) -> tuple[Any, Draws]:
         run = case.run(sampler, sampler, state)
         forest = now(run.propose())
         now(run.advance(forest))
@@ -121,20 +121,20 @@ def drafted_layers(case: Toy, state: State) -> Callable[[Branching], tuple[Any, 
 @pytest.mark.parametrize("draft", ["good", "bad"])
 @pytest.mark.parametrize(("threshold", "least"), [(0.3, 1), (0.5, 1), (0.6, 2)])
 def test_a_dynamic_width_is_exact_layer_by_layer(t: T, draft: str, threshold: float, least: int) -> None:
-    """Given the layer's p and q: one width, every slot a draw of p, the slots jointly independent."""
+    """Given the layer's p and q: one width, every draw one of p, all jointly independent."""
     settings = settings_for(
         t, method="dsbd", verify="paper", gamma=2, width=3, draft_width=3, max_new_tokens=5,
         threshold=threshold, min_width=least,
     )  # fmt: skip
     case = Toy(TARGET, GOOD if draft == "good" else OTHER, settings, EOS)
-    given: dict[Any, dict[Slots, float]] = defaultdict(dict)
-    for (key, slots), mass in law_of(drafted_layers(case, State())).items():
+    given: dict[Any, dict[Draws, float]] = defaultdict(dict)
+    for (key, draws), mass in law_of(drafted_layers(case, State())).items():
         if key is not None:
-            given[key][slots] = mass
+            given[key][draws] = mass
     assert given
     widths = set()
     for (active, *_), law in given.items():
-        (width,) = {len(slots) for slots in law}
+        (width,) = {len(draws) for draws in law}
         assert least <= width <= 3
         widths.add(width)
         assert total_variation(conditional(law), product(p_beam(TARGET, active, t), width)) < 1e-9
@@ -150,9 +150,9 @@ def test_cover_with_a_threshold(t: T, threshold: float) -> None:
         t, method="dsbd", verify="cover", width=3, threshold=threshold, draft_width=2, max_new_tokens=4
     )
     case = Toy(TARGET, OTHER, settings, EOS)
-    held: Slots = ((0, 1), (2, 2), (5, 1))
+    held: Draws = ((0, 1), (2, 2), (5, 1))
 
-    def play(sampler: Branching) -> Slots:
+    def play(sampler: Branching) -> Draws:
         run = case.run(sampler, sampler, THREE)
         nodes = [find(run.trie, path) for path in held]
         parents = list(dict.fromkeys(node.parent for node in nodes if node.parent))
@@ -160,20 +160,20 @@ def test_cover_with_a_threshold(t: T, threshold: float) -> None:
         forest = Forest([DraftLayer(parents, empty, nodes)])
         now(run.advance(forest))
         layer = next(cover_layers(run, forest))
-        slots = tuple(map(path_of, layer.draws))
-        ended = [path[-1] in EOS for path in slots]
+        draws = tuple(map(path_of, layer.draws))
+        ended = [path[-1] in EOS for path in draws]
         # What ends and was not drafted lets a layer pass, and counts as nothing that was accepted.
-        free = [end and path not in held for path, end in zip(slots, ended, strict=True)]
-        assert layer.verdicts == tuple(path in held for path, one in zip(slots, free, strict=True) if not one)
+        free = [end and path not in held for path, end in zip(draws, ended, strict=True)]
+        assert layer.verdicts == tuple(path in held for path, one in zip(draws, free, strict=True) if not one)
         assert layer.ended == sum(free)
         assert layer.passed == all(layer.verdicts)
-        return slots
+        return draws
 
     p = p_beam(TARGET, THREE.active, t)
     inside = sum(m for path, m in p.items() if path in held or path[-1] in EOS)
     width = max([1] + [k for k in (1, 2, 3) if inside**k >= threshold - 1e-12])
     law = law_of(play)
-    assert {len(slots) for slots in law} == {width}
+    assert {len(draws) for draws in law} == {width}
     assert total_variation(law, product(p, width)) < 1e-9
 
 

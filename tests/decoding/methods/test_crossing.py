@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import os
-import sys
-from typing import Any
-
 from dsbd_cli.decoding.law.distribution import SeededSampler
 from dsbd_cli.decoding.methods.setup import decode, draft_processor, start, top_n_needed
 from dsbd_cli.decoding.model.hf_model import HfTreeModel
-from dsbd_cli.decoding.tree.events import Iteration
 from dsbd_cli.decoding.tree.sequences import Trie
 from dsbd_cli.prices import Prices
 from dsbd_cli.settings import Settings
 from tests.builders import VOCAB, rand
+from tests.decoding.crossing import Crossing
 
 MOST = 10
 
@@ -27,23 +23,7 @@ def test_a_steady_iteration_crosses_few_modules(tmp_path):
     draft.prefill(prompt, trie.root, top_n=draft_processor(settings).top_n)
     prices = Prices.assumed(0.01, 0.001)
     run = start(settings, target, draft, trie, SeededSampler(0, 0), SeededSampler(0, 1), prices=prices)
-    crossed: set[str] = set()
-    room = f"dsbd_cli{os.sep}decoding{os.sep}"
-
-    def profile(frame: Any, event: str, _: Any) -> None:
-        if event == "call" and room in (name := frame.f_code.co_filename):
-            crossed.add(name.split(room, 1)[1])
-
-    counts = []
-    try:
-        for event in decode(run, settings):
-            sys.setprofile(None)
-            if isinstance(event, Iteration):
-                counts.append(sorted(crossed))
-                crossed.clear()
-            sys.setprofile(profile)
-    finally:
-        sys.setprofile(None)
+    counts = Crossing().modules(decode(run, settings))
     assert len(counts) > 4
     for modules in counts[2:-1]:
         assert len(modules) <= MOST, modules

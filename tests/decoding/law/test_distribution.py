@@ -1,4 +1,7 @@
-"""`law.joint` against the dense law of reference.py: every order of T, ties, edges and empty rows."""
+"""`joint` against the dense law of reference.py, and the seeded sampler against the laws it draws from.
+
+Every order of T, ties, edges and empty rows; never an impossible answer, one uniform an answer.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +11,17 @@ import numpy as np
 import pytest
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
+from scipy import stats
 
-from dsbd_cli.decoding.law.distribution import LogitsProcessor, Row, Support, joint, most_probable, residual
+from dsbd_cli.decoding.law.distribution import (
+    LogitsProcessor,
+    Row,
+    SeededSampler,
+    Support,
+    joint,
+    most_probable,
+    residual,
+)
 from tests.decoding.reference import T, warped
 
 # A coarse grid, so that equal weights are common; -inf is a token without mass.
@@ -177,3 +189,85 @@ def test_most_probable_breaks_ties_by_parent_then_token() -> None:
         (1, 2),
     ]
     assert len(most_probable(support, 100)) == 6
+
+
+def test_mass_ends_a_layer():
+    prob = np.array([0.1, 0.5, 0.3, 0.1])
+    support = Support(np.zeros(4, dtype=int), np.arange(4), np.log(prob), prob)
+    assert most_probable(support, 4).tolist() == [1, 2, 0, 3]
+    assert most_probable(support, 4, 0.75).tolist() == [1, 2]
+    assert most_probable(support, 4, 0.85).tolist() == [1, 2, 0]
+    assert most_probable(support, 1, 0.85).tolist() == [1]
+    assert most_probable(support, 4, 0.9999999).tolist() == [1, 2, 0, 3]
+
+
+class Fixed:
+    """A generator that always says `value`."""
+
+    def __init__(self, value: float) -> None:
+        self.value = value
+
+    def random(self, size: int | None = None) -> float | np.ndarray:
+        return self.value if size is None else np.full(size, self.value)
+
+
+def saying(value: float) -> SeededSampler:
+    sampler = SeededSampler(0, 0)
+    sampler._rng = Fixed(value)  # type: ignore[assignment]
+    return sampler
+
+
+LAST = float(np.nextafter(1.0, 0.0))
+
+
+@pytest.mark.parametrize("value", [0.0, 0.3, 0.5, LAST])
+@pytest.mark.parametrize(
+    "weights",
+    [
+        [0.0, 1.0, 0.0],
+        [0.0, 0.0, 0.1, 0.7, 0.2, 0.0, 0.0],
+        [1e-300, 0.0],
+        [0.1] * 10 + [0.0],
+        [3.0, 0.0, 4.0],
+    ],
+)
+def test_what_has_no_mass_is_never_picked(weights: list[float], value: float) -> None:
+    for index in saying(value).sample(np.array(weights), 3):
+        assert weights[index] > 0
+
+
+def test_extreme_uniforms_pick_the_ends() -> None:
+    weights = np.array([0.0, 0.2, 0.3, 0.5, 0.0])
+    assert saying(0.0).sample(weights, 1) == [1]
+    assert saying(LAST).sample(weights, 1) == [3]
+    assert saying(0.2).sample(weights, 1) == [2], "u = 0.2 is the first number of the second cell"
+
+
+@pytest.mark.parametrize("value", [0.0, 0.5, LAST])
+def test_accept_at_the_edges(value: float) -> None:
+    assert not saying(value).accept(0.0, 0.3)
+    assert not saying(value).accept(0.0, 0.0)
+    assert saying(value).accept(0.3, 0.3)
+    assert saying(value).accept(0.4, 0.3)
+    assert saying(value).accept(0.1, 0.0), "a draw that q calls impossible cannot be rejected"
+
+
+def test_the_law_of_picks_and_accepts() -> None:
+    weights, runs = np.array([1.0, 0.0, 5.0, 2.0, 2.0]), 20_000
+    counts = np.bincount(SeededSampler(5, 0).sample(weights, runs), minlength=5)
+    assert counts[1] == 0
+    keep = weights > 0
+    assert stats.chisquare(counts[keep], runs * weights[keep] / weights.sum()).pvalue > 0.001
+    sampler = SeededSampler(6, 0)
+    accepted = sum(sampler.accept(0.15, 0.5) for _ in range(runs))
+    assert stats.binomtest(accepted, runs, 0.3).pvalue > 0.001
+
+
+def test_one_seed_one_stream_and_streams_are_independent() -> None:
+    weights = np.ones(1000)
+    assert SeededSampler(3, 0).sample(weights, 50) == SeededSampler(3, 0).sample(weights, 50)
+    assert SeededSampler(3, 0).sample(weights, 50) != SeededSampler(3, 1).sample(weights, 50)
+    assert SeededSampler(4, 0).sample(weights, 50) != SeededSampler(3, 0).sample(weights, 50)
+    one, other = SeededSampler(3, 0), SeededSampler(3, 0)
+    # n draws at once use the same uniforms as n draws one by one.
+    assert one.sample(weights, 3) == [other.sample(weights, 1)[0] for _ in range(3)]

@@ -1,4 +1,4 @@
-"""`accept_draws` by exact enumeration: whatever q is, the slots are iid draws of p."""
+"""`accept_draws` by exact enumeration: whatever q is, the draws are iid of p."""
 
 from __future__ import annotations
 
@@ -48,35 +48,35 @@ def drawn(q: np.ndarray, count: int, sampler: Branching) -> list[int]:
     ]
 
 
-def slots_law(p: np.ndarray, q: np.ndarray, draws: int, width: int) -> dict[tuple[int, ...], float]:
+def law_of_draws(p: np.ndarray, q: np.ndarray, draws: int, width: int) -> dict[tuple[int, ...], float]:
     return law_of(lambda sampler: accept_draws(p, q, drawn(q, draws, sampler), width, sampler).draws)
 
 
 def iid(p: np.ndarray, width: int) -> dict[tuple[int, ...], float]:
-    return {slots: math.prod(p[list(slots)]) for slots in itertools.product(range(len(p)), repeat=width)}
+    return {tokens: math.prod(p[list(tokens)]) for tokens in itertools.product(range(len(p)), repeat=width)}
 
 
 @pytest.mark.parametrize("name", PAIRS)
 @pytest.mark.parametrize(("draws", "width"), [(0, 2), (1, 1), (1, 2), (2, 1), (2, 2), (3, 2), (2, 3), (4, 1)])
-def test_slots_are_iid_draws_of_p(name: str, draws: int, width: int) -> None:
+def test_draws_are_iid_of_p(name: str, draws: int, width: int) -> None:
     p, q = PAIRS[name]
-    assert total_variation(slots_law(p, q, draws, width), iid(p, width)) < 1e-12
+    assert total_variation(law_of_draws(p, q, draws, width), iid(p, width)) < 1e-12
 
 
 @pytest.mark.parametrize("name", ["other order", "half dead", "random 0"])
-def test_four_draws_for_three_slots(name: str) -> None:
+def test_four_drafts_for_three_draws(name: str) -> None:
     p, q = PAIRS[name]
-    assert total_variation(slots_law(p, q, 4, 3), iid(p, 3)) < 1e-12
+    assert total_variation(law_of_draws(p, q, 4, 3), iid(p, 3)) < 1e-12
 
 
-def test_one_draw_for_one_slot_is_textbook_speculative_sampling() -> None:
+def test_one_draft_for_one_draw_is_textbook_speculative_sampling() -> None:
     p, q = np.array([0.5, 0.3, 0.2]), np.array([0.2, 0.7, 0.1])
     law: dict[tuple[int, bool], float] = defaultdict(float)
     for draw, mass in enumerate(q):
         law[draw, True] += mass * min(1, p[draw] / q[draw])
         rest = np.maximum(p - q, 0)
-        for slot in range(3):
-            law[slot, False] += mass * (1 - min(1, p[draw] / q[draw])) * rest[slot] / rest.sum()
+        for token in range(3):
+            law[token, False] += mass * (1 - min(1, p[draw] / q[draw])) * rest[token] / rest.sum()
 
     def play(sampler: Branching) -> tuple[int, bool]:
         result = accept_draws(p, q, drawn(q, 1, sampler), 1, sampler)
@@ -100,7 +100,7 @@ def test_a_draft_equal_up_to_rounding_never_makes_nan() -> None:
     """One unit in the last place more or less: the residual is dust, and must still be a law."""
     p = np.array([0.5, 0.3, 0.2])
     for q in (np.nextafter(p, 0), np.nextafter(p, 1), np.array([np.nextafter(0.5, 1), 0.3, 0.2])):
-        law = slots_law(p, q, 3, 2)
+        law = law_of_draws(p, q, 3, 2)
         assert all(math.isfinite(mass) for mass in law.values())
         assert total_variation(law, iid(p, 2)) < 1e-12
 

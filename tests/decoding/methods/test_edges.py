@@ -176,7 +176,7 @@ def test_scores_counts_and_calls(method: str, draft: str) -> None:
 
 @pytest.mark.parametrize("rule", ["paper", "continue", "cover"])
 def test_where_an_iteration_ends(rule: str) -> None:
-    """`paper` ends with the first filled layer; the others go on while every live slot is a known node."""
+    """`paper` ends with the first filled layer; the others go on while every live draw is a known node."""
     on_after_filled = ended_known = 0
     for seed in range(100):
         case = toy(f"dsbd {rule}", TARGET, DRAFTS["good"][1], ON, budget=7, early_stopping="never")

@@ -16,7 +16,7 @@ from dsbd_cli.decoding.law.width import (
     width_rule,
 )
 from tests.decoding.enumerating import law_of
-from tests.decoding.test_verify import PAIRS, drawn
+from tests.decoding.law.test_verification import PAIRS, drawn
 
 FEW = [name for name in PAIRS if name not in ("random 2", "random 3", "random 4", "random 5")]
 

@@ -16,15 +16,15 @@ PROMPT = [5, 6, 7]
 
 def begun() -> tuple[TreeCache, Node]:
     """A cache of 16 mask rows, of which one is spare and one that of a prompt of three tokens; the prompt."""
-    cache = TreeCache(4096, ROWS, torch.float32, torch.device("cpu"))
+    cache = TreeCache.alone(4096, ROWS, torch.float32, torch.device("cpu"))
     root = Node(-1, None)
     cache.start(PROMPT, root)
-    computed_prompt(cache, root)
+    computed_prompt(cache)
     return cache, root
 
 
-def computed_prompt(cache: TreeCache, root: Node) -> None:
-    plan = cache.prompt_plan(root, 0, len(PROMPT))
+def computed_prompt(cache: TreeCache) -> None:
+    plan = cache.prompt_plan(0, len(PROMPT))
     cache.masks.causal(plan.base[0], torch.tensor(plan.slots))
 
 
@@ -80,17 +80,17 @@ def begun_again(cache: TreeCache, beams: list[Node]) -> list[Node]:
     cache.reserve(3)
     root = Node(-1, None)
     cache.start(PROMPT, root)
-    computed_prompt(cache, root)
+    computed_prompt(cache)
     return [root]
 
 
 def beside_another(cache: TreeCache, beams: list[Node]) -> list[Node]:
     """Another request joins, has nodes computed, and leaves."""
-    root = Node(-1, None)
-    cache.add(PROMPT, root)
-    computed_prompt(cache, root)
-    cache.plan(forest([root]))
-    cache.drop(root)
+    root, other = Node(-1, None), TreeCache(cache.stores, 2048, 64)
+    other.start(PROMPT, root)
+    computed_prompt(other)
+    other.plan(forest([root]))
+    other.close()
     return beams
 
 

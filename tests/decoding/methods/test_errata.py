@@ -20,8 +20,8 @@ from dsbd_cli.decoding.methods.proposers import DraftModelProposer
 from dsbd_cli.decoding.tree.sequences import Hypotheses
 from tests.decoding.enumerating import law_of, total_variation
 from tests.decoding.harness import State, Toy, settings_for
+from tests.decoding.law.test_verification import PAIRS, drawn
 from tests.decoding.reference import set_process
-from tests.decoding.test_verify import PAIRS, drawn
 from tests.decoding.toys import DRAFTS, EOS, TARGET, TWO
 
 # The package exports the function of the same name.
@@ -50,25 +50,25 @@ def variant(
     accept = accept or (lambda p, q, sampler: sampler.accept(p, q))
 
     def verify(p: np.ndarray, q: np.ndarray, draws: list[int], width: int, sampler: Sampler) -> Verified:
-        slots: list[int] = []
+        taken: list[int] = []
         verdicts: list[bool] = []
         current = p
         for draw in draws:
-            if len(slots) == width:
+            if len(taken) == width:
                 break
             if draw < 0 and not dead_count:
                 continue
             verdicts.append(draw >= 0 and current[draw] > 0 and accept(current[draw], q[draw], sampler))
             if verdicts[-1]:
-                slots.append(draw)
+                taken.append(draw)
                 current = p if restart else current
             else:
                 current = rest(current, q)
-        passed = len(slots) == width
+        passed = len(taken) == width
         if not passed:
-            slots += sampler.sample(current if first_fill else p, 1)
-            slots += sampler.sample(p, width - len(slots)) if len(slots) < width else []
-        return Verified(tuple(slots), tuple(verdicts), passed)
+            taken += sampler.sample(current if first_fill else p, 1)
+            taken += sampler.sample(p, width - len(taken)) if len(taken) < width else []
+        return Verified(tuple(taken), tuple(verdicts), passed)
 
     return verify
 
@@ -156,7 +156,7 @@ def test_stop_rules_tested_once_an_iteration_break_the_law(
 
 
 def test_a_width_that_looks_at_the_draws_breaks_the_law(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Width = number of accepts: every slot then is an accepted draw, biased towards q."""
+    """Width = number of accepts: every draw then is an accepted one, biased towards q."""
     p, q = PAIRS["other order"]
 
     def law(width: Callable[[list[int]], int]) -> dict[int, float]:
