@@ -29,6 +29,7 @@ from dsbd_cli.generation import Generation, Planned
 from dsbd_cli.loading import LoadedModel, Pair, PairSpec, load_pair
 from dsbd_cli.loading.model import same_model
 from dsbd_cli.many import Batch, in_order
+from dsbd_cli.prices.pair import PairPrices
 from dsbd_cli.prompts import Prompt, encode
 from dsbd_cli.result import Result
 from dsbd_cli.settings import DRAFTING, Settings, never_passes
@@ -50,6 +51,7 @@ class Decoder:
         self.detokenize = Detokenizer(pair.tokenizer)
         self.target = _tree_model(pair.target, pair, "target")
         self.draft = _tree_model(pair.draft, pair, "draft") if pair.draft is not None else None
+        self.prices = PairPrices(self.target, self.draft)
         self._path: PathModel | None = None
         self.engines = Engines()
         self._choice: Choice | None = None
@@ -134,6 +136,11 @@ class Decoder:
         for note in plan.notes:
             yield Notice(note)
         draft = self.draft if plan.drafts else None
+        if draft is not None:
+            if (line := self.prices.announcement(settings)) is not None:
+                yield Notice(line)
+            for note in self.prices.look_up(settings).notes:
+                yield Notice(note)
         yield from Generation(self, plan, self.ready(settings), draft, reuse).events(energy)
 
     def generate_many(

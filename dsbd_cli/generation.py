@@ -32,6 +32,8 @@ from dsbd_cli.decoding import (
 )
 from dsbd_cli.energy import EnergyMeter
 from dsbd_cli.loading import Pair
+from dsbd_cli.prices import Prices
+from dsbd_cli.prices.pair import PairPrices
 from dsbd_cli.result import Beam, Result, Stats
 from dsbd_cli.settings import Settings
 from dsbd_cli.tally import Tally, ratio
@@ -44,6 +46,7 @@ class Host(Protocol):
     pair: Pair
     detokenize: Detokenizer
     engines: Engines
+    prices: PairPrices
     target: HfTreeModel
     draft: HfTreeModel | None
 
@@ -123,9 +126,15 @@ class Generation:
             self.draft.prefill(self.ids, trie.root, top_n=draft_processor(settings).top_n, reuse=self.reuse)
         samplers = SeededSampler(self.seed, 0), SeededSampler(self.seed, 1)
         choice = self.decoder.choose(settings, target, self.draft, trie, samplers[1])
-        run = start(settings, target, self.draft, trie, *samplers, choice.engine, choice.proposer)
+        run = start(
+            settings, target, self.draft, trie, *samplers, choice.engine, choice.proposer, self.prices()
+        )
         run.keep_answer = self.reuse
         return run
+
+    def prices(self) -> Prices | None:
+        """What this run's forests have to be worth; None where they are full."""
+        return None if self.draft is None else self.decoder.prices.look_up(self.settings).prices
 
     def _decode(self, run: Run) -> Iterator[Event]:
         loop = decode(run, self.settings)
@@ -180,6 +189,8 @@ class Generation:
             stats.joules_per_token = ratio(stats.energy_j, stats.new_tokens)
         stats.notes = [note for cache in caches for note in cache.notes] + decoder.engines.notes
         stats.paths = decoder.describe()
+        if run.shape is not None and (prices := self.prices()) is not None:
+            stats.paths["prices"] = prices.describe()
         return Result(
             text=visible_text(best, decoder.detokenize, settings.stop),
             token_ids=best.tokens(),

@@ -131,7 +131,9 @@ class _Member(Generation):
         self.stats.prefill_s, self._began = now - self._began, now
         samplers = SeededSampler(self.seed, 0), SeededSampler(self.seed, 1)
         self.seat = None if pipeline is None else pipeline.seat(self.target, self.draft)
-        self.run = start(self.settings, self.target, self.draft, self.trie, *samplers, self.seat)
+        self.run = start(
+            self.settings, self.target, self.draft, self.trie, *samplers, self.seat, prices=self.prices()
+        )
         self._loop = loop_of(self.run, self.settings) if self.budget > 0 else iter(())
 
     def advance(self) -> None:

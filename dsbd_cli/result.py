@@ -37,7 +37,8 @@ class Stats:
         kv_slots_peak: peak live slots of the target. kv_bytes_peak: peak live slots x bytes, target
             plus draft; kv_bytes_allocated: what the buffers hold.
         energy_j: joules of the decode window; energy_source says how measured, or why not.
-        paths: which forward served each model and which engine ran, and why no other; a sentence each.
+        paths: which forward served each model and which engine ran, and why no other, and the prices that forests
+            followed; a sentence each.
     """
 
     prompt_tokens: int = 0

@@ -12,6 +12,8 @@ import pytest
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# What a forward costs is measured in tests of that alone: no clock decides anything elsewhere.
+os.environ.setdefault("DSBD_PRICES", "off")
 
 # A suite started in the background inherits an ignored SIGINT, and hands it on to what it starts.
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:

@@ -64,6 +64,12 @@ PARAMETERS = [
         help="adaptive: on a CPU, draft as much as recently paid; full: always gamma layers of W_S.",
         panel=DECODING,
     ),
+    _option(
+        Text,
+        "--prices",
+        help="What an adaptive forest costs: auto (measured here, once), off (assumed), or a file of prices.",
+        panel=DECODING,
+    ),
     _option(Text, "--tree", help="SpecInfer's expansion per depth, e.g. 2,2,1.", panel=DECODING),
     _option(
         Text,

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from dsbd_cli.decoding.law.distribution import Sampler as Sampler
     from dsbd_cli.decoding.law.distribution import SeededSampler as SeededSampler
     from dsbd_cli.decoding.methods.dsbd import Run as Run
+    from dsbd_cli.decoding.methods.proposers import least_width as least_width
     from dsbd_cli.decoding.methods.setup import decode as decode
     from dsbd_cli.decoding.methods.setup import demand_of as demand_of
     from dsbd_cli.decoding.methods.setup import draft_processor as draft_processor
@@ -56,6 +57,7 @@ _ROOMS = {
     "forward.selftest": ("Verdict",),
     "law.distribution": ("LogitsProcessor", "Sampler", "SeededSampler"),
     "methods.dsbd": ("Run",),
+    "methods.proposers": ("least_width",),
     "methods.setup": (
         "decode",
         "demand_of",

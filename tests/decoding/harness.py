@@ -14,6 +14,7 @@ from dsbd_cli.decoding.methods.dsbd import Run, layers_of, now
 from dsbd_cli.decoding.methods.setup import decode, start
 from dsbd_cli.decoding.tree.events import Iteration, Layer
 from dsbd_cli.decoding.tree.sequences import DraftLayer, Forest, Node, Trie
+from dsbd_cli.prices import Prices
 from dsbd_cli.settings import Settings
 from tests.decoding.enumerating import Asked, Branching, law_of
 from tests.decoding.reference import Outcome, T
@@ -46,6 +47,7 @@ class Toy:
     settings: Settings
     eos: Sequence[int] = ()
     draft_depth: int | None = None
+    prices: Prices | None = None
     _models: list[TableModel] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -64,7 +66,7 @@ class Toy:
         for model in self._models:
             model.prefill([], trie.root)
         target, draft = self._models[0], self._models[1] if len(self._models) > 1 else None
-        run = start(self.settings, target, draft, trie, sampler, draft_sampler)
+        run = start(self.settings, target, draft, trie, sampler, draft_sampler, prices=self.prices)
         run.hypotheses.active = [self.node(trie, path) for path in state.active]
         run.hypotheses.pool = [self.node(trie, path) for path in state.pool]
         return run

@@ -69,12 +69,14 @@ class CapturedProposer:
             self._usable = False
             self._stopped(error)
 
-    def propose(self, beams: list[Node], depth: int) -> Generator[Compute, None, Forest]:
+    def propose(
+        self, beams: list[Node], depth: int, width: int | None = None
+    ) -> Generator[Compute, None, Forest]:
         if self._launched is None:
             self.begin(beams, depth)
         launched, self._launched = self._launched, None
         if launched is None:
-            forest: Forest = yield from self._host.propose(beams, depth)
+            forest: Forest = yield from self._host.propose(beams, depth, width)
             self.exhausted = self._host.exhausted
             return forest
         answer = self._iteration.wait(launched)

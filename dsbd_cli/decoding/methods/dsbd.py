@@ -19,7 +19,7 @@ import numpy as np
 from dsbd_cli.decoding.law.distribution import Support
 from dsbd_cli.decoding.law.verification import Verified, accept_draws, align, cover, covered, keys
 from dsbd_cli.decoding.law.width import ThresholdWidth
-from dsbd_cli.decoding.methods.proposers import DraftLength, Proposer
+from dsbd_cli.decoding.methods.proposers import ForestShape, Proposer
 from dsbd_cli.decoding.model.protocol import Compute, Engine, Need, TreeModel, Turn
 from dsbd_cli.decoding.tree.events import Iteration, Layer
 from dsbd_cli.decoding.tree.request import Request
@@ -39,7 +39,7 @@ class Run(Request):
         proposer: where forests come from, or None for plain decoding.
         kv_one: the memory-constrained mode.
         keep_answer: leave the best finished sequence in the caches, for a prompt that goes on from it.
-        draft_length: how many layers are worth drafting, or None for always gamma.
+        shape: how large a forest is worth drafting, or None for always gamma layers of W_S.
         engine: runs `cover` iterations on the device, verification included, or None.
     """
 
@@ -48,18 +48,21 @@ class Run(Request):
     proposer: Proposer | None = None
     kv_one: bool = False
     keep_answer: bool = False
-    draft_length: DraftLength | None = None
+    shape: ForestShape | None = None
     engine: Engine | None = None
     _layers: list[Layer] = field(default_factory=list)
 
     def propose(self) -> Generator[Compute, None, Forest]:
-        """The iteration's forest: at most gamma layers, and none that the budget leaves no room for."""
+        """The iteration's forest: at most gamma layers, none that the budget has no room for, none that do not pay."""
         depth = self._depth()
         if self.proposer is None or depth <= 0:
             return Forest()
-        if self.draft_length is not None:
-            depth = self.draft_length.depth(depth)
-        return (yield from self.proposer.propose(self.hypotheses.active, depth))
+        width = None
+        if self.shape is not None:
+            depth, width = self.shape.choose(depth)
+            if not depth:
+                return Forest()
+        return (yield from self.proposer.propose(self.hypotheses.active, depth, width))
 
     def _depth(self) -> int:
         """Layers to draft: the last one of a sequence is drawn from logits already there, so budget less one."""
@@ -155,8 +158,8 @@ class Run(Request):
             self.hypotheses.keep_best_active()
         active = self.hypotheses.active
         event = Iteration(tuple(active), forest, tuple(self._layers))
-        if self.draft_length is not None and forest.layers:
-            self.draft_length.learn([layer.passed for layer in self._layers[: len(forest.layers)]])
+        if self.shape is not None and forest.layers:
+            self.shape.learn(forest, self._layers)
         self._layers.clear()
         best = self.hypotheses.best_finished() if self.keep_answer else None
         leaves = active if best is None else [*active, best]

@@ -37,7 +37,9 @@ class TreeProposer:
     def begin(self, beams: list[Node], depth: int) -> None:
         """Nothing: the host draws every level before the next one can be computed."""
 
-    def propose(self, beams: list[Node], depth: int) -> Generator[Compute, None, Forest]:
+    def propose(
+        self, beams: list[Node], depth: int, width: int | None = None
+    ) -> Generator[Compute, None, Forest]:
         layers: list[DraftLayer] = []
         level = [node for node in beams if self._draft.reads(node)]
         room = draft_room(self._draft.max_depth, beams)

@@ -28,14 +28,13 @@ from dsbd_cli.decoding.law.distribution import LogitsProcessor, Support
 from dsbd_cli.decoding.model.protocol import Side
 from dsbd_cli.decoding.tree.sequences import Node
 from dsbd_cli.loading.architecture import device_of, head_rows, input_rows, rope_border
+from dsbd_cli.prices import Prices
 
 # Prompt tokens a forward: keeps the mask and the activations of a long prompt small.
 _CHUNK = 2048
 # Slots and mask rows to start with; both double when they run out.
 _SIZES = 512, 64
 _CAPTURED_SIZES = 2048, 512
-# Nodes of a layer of an adaptive forest, on average.
-_LAYER_NODES = 4
 
 
 class HfTreeModel:
@@ -238,15 +237,14 @@ class HfTreeModel:
     def bytes_allocated(self) -> int:
         return self.pool.cache.capacity * self.bytes_per_slot
 
-    def relative_cost(self, draft: Any) -> float | None:
-        """What one more drafted layer costs, in calls of this target (`methods.proposers.DraftLength`).
+    def assumed_prices(self, draft: HfTreeModel) -> Prices | None:
+        """Prices where none are measured: from the bytes that the forwards read and the kind of forward.
 
         None where a forward costs about the same whatever is in it.
-        From the bytes that the forwards read and the nodes of an average layer, not from a clock.
         """
-        if self.device.type != "cpu" or not isinstance(draft, HfTreeModel):
+        if self.device.type != "cpu":
             return None
-        return draft._bytes_read() / self._bytes_read() + _LAYER_NODES * self._forward.relative_node_cost
+        return Prices.assumed(draft._bytes_read() / self._bytes_read(), self._forward.relative_node_cost)
 
     def _bytes_read(self) -> float:
         int8 = self._forward.int8

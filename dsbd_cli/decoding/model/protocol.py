@@ -56,10 +56,6 @@ class TreeModel(Protocol):
     def reads(self, node: Node) -> bool:
         """Whether the model has an embedding for every generated token of `node`."""
 
-    def relative_cost(self, draft: Any) -> float | None:
-        """What one more drafted layer costs, in calls of this target; None where a forward costs about the same
-        whatever is in it."""
-
     def prefill(self, ids: Sequence[int], root: Node) -> None:
         """Start a new tree: compute the prompt; `root` stands for it and becomes known."""
 

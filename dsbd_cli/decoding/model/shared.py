@@ -7,7 +7,7 @@ what it shares are weights, buffers and forwards. docs/design.md section 10.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -58,9 +58,6 @@ class RequestModel:
 
     def reads(self, node: Node) -> bool:
         return self.model.reads(node)
-
-    def relative_cost(self, draft: Any) -> float | None:
-        return self.model.relative_cost(draft.model if isinstance(draft, RequestModel) else draft)
 
     def prefill(self, ids: Sequence[int], root: Node) -> None:
         """Compute the prompt that it was admitted with."""

@@ -6,6 +6,7 @@ from dsbd_cli.decoding.law.distribution import SeededSampler
 from dsbd_cli.decoding.methods.setup import decode, draft_processor, start, top_n_needed
 from dsbd_cli.decoding.model.hf_model import HfTreeModel
 from dsbd_cli.decoding.tree.sequences import Trie
+from dsbd_cli.prices import Prices
 from dsbd_cli.settings import Settings
 from tests.builders import VOCAB, rand
 from tests.decoding.crossing import Crossing
@@ -20,7 +21,8 @@ def test_a_steady_iteration_crosses_few_modules(tmp_path):
     trie = Trie(lambda node: "length" if node.depth >= 40 else None, [], 40)
     target.prefill(prompt, trie.root, top_n=top_n_needed(settings, 0))
     draft.prefill(prompt, trie.root, top_n=draft_processor(settings).top_n)
-    run = start(settings, target, draft, trie, SeededSampler(0, 0), SeededSampler(0, 1))
+    prices = Prices.assumed(0.01, 0.001)
+    run = start(settings, target, draft, trie, SeededSampler(0, 0), SeededSampler(0, 1), prices=prices)
     counts = Crossing().modules(decode(run, settings))
     assert len(counts) > 4
     for modules in counts[2:-1]:
