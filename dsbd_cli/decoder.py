@@ -28,7 +28,7 @@ from dsbd_cli.errors import UserError
 from dsbd_cli.generation import Generation, Planned
 from dsbd_cli.loading import LoadedModel, Pair, PairSpec, load_pair
 from dsbd_cli.loading.model import same_model
-from dsbd_cli.many import Batch, in_order
+from dsbd_cli.many import Batch, Buffers, in_order
 from dsbd_cli.prices.pair import PairPrices
 from dsbd_cli.prompts import Prompt, encode
 from dsbd_cli.result import Result
@@ -52,6 +52,7 @@ class Decoder:
         self.target = _tree_model(pair.target, pair, "target")
         self.draft = _tree_model(pair.draft, pair, "draft") if pair.draft is not None else None
         self.prices = PairPrices(self.target, self.draft)
+        self.buffers: Buffers | None = None  # of the last batch
         self._path: PathModel | None = None
         self.engines = Engines()
         self._choice: Choice | None = None

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from dsbd_cli.decoding import (
     Compute,
+    Demand,
     HfTreeModel,
     Iteration,
     Layer,
@@ -29,11 +30,14 @@ from dsbd_cli.decoding import (
     loop_of,
     most_nodes,
     start,
+    takes_most_probable,
     top_n_needed,
 )
 from dsbd_cli.errors import UserError
 from dsbd_cli.generation import Generation, Host, Planned
 from dsbd_cli.loading.memory import free_memory
+from dsbd_cli.prices import Acceptance, best_iteration, distinct_beams
+from dsbd_cli.prices.captured import measure_captured
 from dsbd_cli.prompts import Prompt
 from dsbd_cli.result import Result
 from dsbd_cli.settings import Settings
@@ -44,6 +48,10 @@ _ON_CPU, _ON_GPU = 8, 32
 _SHARE = 0.4
 # Mask rows for each, to start with.
 _ROWS = 64
+# On a GPU prompts join by this part of the batch at a time.
+_GROUPS = 8
+# Milliseconds of the host for a request's part of an iteration on the device, and for each layer of it.
+_HOST_MS = (0.12, 0.08)
 _FULL = "the draft's context is full: going on without a draft, same law"
 _SHARED_ENERGY = "several prompts share the forwards: measure the whole run"
 
@@ -52,6 +60,8 @@ Asked = tuple[Prompt, Settings]
 
 class Sharing(Host, Protocol):
     """A host whose pair many prompts may share."""
+
+    buffers: Buffers | None
 
     def plan(self, prompt: Prompt, settings: Settings) -> Planned:
         """What there is to do for a prompt."""
@@ -126,19 +136,29 @@ class _Member(Generation):
         self._began = time.perf_counter()
 
     def begin(self, pipeline: Pipeline | None, requests: Callable[[], int]) -> None:
-        """The prompt is computed: decode from now on."""
+        """The prompt is computed: decode from now on.
+
+        Args:
+            requests: how many are under way.
+        """
         now = time.perf_counter()
         self.stats.prefill_s, self._began = now - self._began, now
         samplers = SeededSampler(self.seed, 0), SeededSampler(self.seed, 1)
-        self.seat = None if pipeline is None else pipeline.seat(self.target, self.draft)
+        if pipeline is not None:
+            self.seat = pipeline.seat(self.target, self.draft if pipeline.forest_shape[1] else None)
         self.run = start(
             self.settings, self.target, self.draft, self.trie, *samplers, self.seat, prices=self.prices()
         )
+        # Elsewhere the text depends on the forest, and must not depend on who shares it.
+        free = takes_most_probable(self.settings) and self.run.dynamic_width is None
+        self._requests = requests if free else lambda: 1
         self._loop = loop_of(self.run, self.settings) if self.budget > 0 else iter(())
 
     def advance(self) -> None:
         """Go on to the next need, or to the end."""
         self.need = None
+        if self.run.shape is not None:
+            self.run.shape.requests = max(1, self._requests())
         for event in self._loop:
             if isinstance(event, (Compute, Turn)):
                 self.need = event
@@ -163,6 +183,25 @@ class _Member(Generation):
                 model.leave()
 
 
+@dataclass(eq=False)
+class Buffers:
+    """What requests of a pair share, and what was captured for it; kept from one batch to the next.
+
+    Attributes:
+        size, slots: of the batch that it was made for.
+        target, draft: made when they are first needed.
+        pipelines: what runs whole iterations on the device, by demand.
+        taken: a batch has it.
+    """
+
+    size: int
+    slots: int | None
+    target: SharedModel | None = None
+    draft: SharedModel | None = None
+    pipelines: dict[Any, Pipeline | None] = field(default_factory=dict)
+    taken: bool = True
+
+
 class Batch:
     """Prompts under way on one pair; a context manager.
 
@@ -184,13 +223,18 @@ class Batch:
         on_gpu = decoder.target.device.type == "cuda"
         self.size = size or (_ON_GPU if on_gpu else _ON_CPU)
         self._slots, self._tell = slots, tell or (lambda line: None)
-        self._target: SharedModel | None = None
-        self._draft: SharedModel | None = None
+        # Where a prompt joins it is computed while the others wait: several at a time then.
+        self._group = max(1, self.size // _GROUPS) if on_gpu else 1
+        kept = decoder.buffers
+        if kept is not None and not kept.taken and (kept.size, kept.slots) == (self.size, slots):
+            kept.taken = True
+            self._buffers = kept
+        else:
+            self._buffers = Buffers(self.size, slots)
         self._members: list[_Member] = []
         self._prefilling: tuple[list[_Member], Iterator[None]] | None = None
         self._waiting: tuple[int, Planned] | None = None
         self._told = False
-        self._pipelines: dict[Any, Pipeline | None] = {}
 
     def __enter__(self) -> Batch:
         return self
@@ -199,17 +243,19 @@ class Batch:
         self.close()
 
     def close(self) -> None:
-        """Leave off whatever is under way, and let go of all buffers."""
+        """Leave off whatever is under way."""
         joining = self._prefilling[0] if self._prefilling else []
         for member in [*self._members, *joining]:
             member.leave()
         self._members, self._prefilling = [], None
-        self._target = self._draft = None
-        self._pipelines.clear()
+        self._buffers.taken = False
+        # Captures are dear; elsewhere memory is.
+        self.decoder.buffers = self._buffers if self.decoder.target.device.type == "cuda" else None
+        self._buffers = Buffers(self.size, self._slots)
 
     def load(self) -> Load:
         """How things stand."""
-        regions = None if self._target is None else self._target.regions
+        regions = None if self._buffers.target is None else self._buffers.target.regions
         joining = len(self._prefilling[0]) if self._prefilling else 0
         free, slots = (0, 0) if regions is None else (regions.free, regions.capacity)
         return Load(len(self._members) + joining, int(self._waiting is not None), free, slots)
@@ -228,6 +274,8 @@ class Batch:
         while more or self._members or self._prefilling or self._waiting:
             joined: list[_Member] = []
             while more and not self._waiting and self._running() + len(joined) < self.size:
+                if not joined and self._running() > 0 and self._running() > self.size - self._group:
+                    break
                 one = next(source, False)
                 if one is False:
                     more = False
@@ -273,19 +321,19 @@ class Batch:
         settings = plan.settings
         size = most_nodes(settings, len(plan.ids), plan.budget)
         decoder = self.decoder
-        if self._target is None:
-            self._target = self._shared(decoder.target, size)
-        if plan.drafts and self._draft is None:
+        if self._buffers.target is None:
+            self._buffers.target = self._shared(decoder.target, size)
+        if plan.drafts and self._buffers.draft is None:
             assert decoder.draft is not None
             decoder.draft.require_tree()
-            self._draft = self._shared(decoder.draft, size)
+            self._buffers.draft = self._shared(decoder.draft, size)
         probe = Generation(decoder, plan, None, None)
         root, top_n = probe.trie.root, top_n_needed(settings, len(probe.trie.eos_ids))
-        target = self._target.admit(plan.ids, root, size, top_n)
+        target = self._buffers.target.admit(plan.ids, root, size, top_n)
         draft = None
         if target is not None and plan.drafts:
-            assert self._draft is not None
-            draft = self._draft.admit(plan.ids, root, size, draft_processor(settings).top_n)
+            assert self._buffers.draft is not None
+            draft = self._buffers.draft.admit(plan.ids, root, size, draft_processor(settings).top_n)
             if draft is None:
                 target.leave()
                 target = None
@@ -312,7 +360,9 @@ class Batch:
             self._tell(f"memory has room for {self._running()} of these prompts at a time: the others wait")
 
     def _room(self) -> int:
-        return min(shared.slots for shared in (self._target, self._draft) if shared is not None)
+        return min(
+            shared.slots for shared in (self._buffers.target, self._buffers.draft) if shared is not None
+        )
 
     def _shared(self, model: Any, size: int) -> SharedModel:
         shared = SharedModel(model, self.size * _ROWS, size)
@@ -343,12 +393,12 @@ class Batch:
         self._members += members
 
     def _steps(self, joined: list[_Member]) -> Iterator[None]:
-        assert self._target is not None
-        yield from self._target.prefill([member.target for member in joined])
+        assert self._buffers.target is not None
+        yield from self._buffers.target.prefill([member.target for member in joined])
         drafting = [member.draft for member in joined if member.draft is not None]
         if drafting:
-            assert self._draft is not None
-            yield from self._draft.prefill(drafting)
+            assert self._buffers.draft is not None
+            yield from self._buffers.draft.prefill(drafting)
 
     def _round(self) -> list[_Member]:
         """Serve what all of them need, drafts first; those that are done."""
@@ -358,7 +408,7 @@ class Batch:
         drafts = [pair for pair in computes if pair[0].draft is not None and pair[1].model is pair[0].draft]
         served = drafts or computes
         if served:
-            shared = self._draft if drafts else self._target
+            shared = self._buffers.draft if drafts else self._buffers.target
             assert shared is not None
             shared.compute([need for _, need in served])
         turns = [member for member in waiting if isinstance(member.need, Turn)]
@@ -371,16 +421,37 @@ class Batch:
 
     def _pipeline(self, member: _Member) -> Pipeline | None:
         """What runs whole iterations on the device for requests like this one; None: the host verifies."""
-        assert self._target is not None
+        assert self._buffers.target is not None
         demand = demand_of(member.settings, member.draft is not None)
-        draft = self._draft if member.draft is not None else None
+        draft = self._buffers.draft if member.draft is not None else None
         eos = tuple(sorted(member.trie.eos_ids))
         top_n = member.target.rows.size, 0 if member.draft is None else member.draft.rows.size
         key = demand, top_n, draft is None
-        if key not in self._pipelines:
-            engines = self.decoder.engines
-            self._pipelines[key] = engines.together(self._target, draft, demand, eos, top_n, self.size)
-        return self._pipelines[key]
+        pipelines = self._buffers.pipelines
+        if key not in pipelines:
+            if draft is not None and demand.gamma and not demand.why_not_pipelined and draft.model.captured:
+                demand = self._fitting(member.settings, demand, draft, top_n)
+            draft = draft if demand.gamma else None
+            pipelines[key] = self.decoder.engines.together(
+                self._buffers.target, draft, demand, eos, top_n, self.size
+            )
+        return pipelines[key]
+
+    def _fitting(
+        self, settings: Settings, demand: Demand, draft: SharedModel, top_n: tuple[int, int]
+    ) -> Demand:
+        """The demand with a forest that is worth its price for as many requests as there may be."""
+        target = self._buffers.target
+        assert target is not None
+        prices = self.decoder.prices.captured(settings, lambda: measure_captured(target, draft, top_n))
+        if prices is None:
+            return demand
+        known = Acceptance.assumed(distinct_beams(demand.width), demand.gamma, demand.draft_width)
+        shape = best_iteration(
+            prices, known, requests=self.size, width=demand.width, max_gamma=demand.gamma,
+            max_draft_width=demand.draft_width, host_ms=_HOST_MS,
+        )  # fmt: skip
+        return replace(demand, gamma=shape.gamma, draft_width=shape.draft_width if shape.gamma else 0)
 
 
 def _chained(*parts: Iterator[None]) -> Iterator[None]:

@@ -13,9 +13,14 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from dsbd_cli.decoding.device.engines import Choice as Choice
     from dsbd_cli.decoding.device.engines import Engines as Engines
+    from dsbd_cli.decoding.device.engines import quickest_law as quickest_law
     from dsbd_cli.decoding.device.pipeline import Pipeline as Pipeline
     from dsbd_cli.decoding.device.pipeline import Seat as Seat
+    from dsbd_cli.decoding.device.steps import Nodes as Nodes
+    from dsbd_cli.decoding.device.steps import forward_many as forward_many
     from dsbd_cli.decoding.forward.backends import why_not_fused as why_not_fused
+    from dsbd_cli.decoding.forward.capture import Captures as Captures
+    from dsbd_cli.decoding.forward.capture import OverlapClock as OverlapClock
     from dsbd_cli.decoding.forward.plain import FAMILIES as FAMILIES
     from dsbd_cli.decoding.forward.plain import at_home as at_home
     from dsbd_cli.decoding.forward.plain import fingerprint as fingerprint
@@ -31,10 +36,12 @@ if TYPE_CHECKING:
     from dsbd_cli.decoding.methods.setup import loop_of as loop_of
     from dsbd_cli.decoding.methods.setup import most_nodes as most_nodes
     from dsbd_cli.decoding.methods.setup import start as start
+    from dsbd_cli.decoding.methods.setup import takes_most_probable as takes_most_probable
     from dsbd_cli.decoding.methods.setup import top_n_needed as top_n_needed
     from dsbd_cli.decoding.model.hf_model import HfTreeModel as HfTreeModel
     from dsbd_cli.decoding.model.path_model import PathModel as PathModel
     from dsbd_cli.decoding.model.protocol import Compute as Compute
+    from dsbd_cli.decoding.model.protocol import Demand as Demand
     from dsbd_cli.decoding.model.protocol import Turn as Turn
     from dsbd_cli.decoding.model.shared import RequestModel as RequestModel
     from dsbd_cli.decoding.model.shared import SharedModel as SharedModel
@@ -50,9 +57,11 @@ if TYPE_CHECKING:
     from dsbd_cli.decoding.tree.sequences import common_ancestor as common_ancestor
 
 _ROOMS = {
-    "device.engines": ("Choice", "Engines"),
+    "device.engines": ("Choice", "Engines", "quickest_law"),
     "device.pipeline": ("Pipeline", "Seat"),
+    "device.steps": ("Nodes", "forward_many"),
     "forward.backends": ("why_not_fused",),
+    "forward.capture": ("Captures", "OverlapClock"),
     "forward.plain": ("FAMILIES", "at_home", "fingerprint"),
     "forward.selftest": ("Verdict",),
     "law.distribution": ("LogitsProcessor", "Sampler", "SeededSampler"),
@@ -65,11 +74,12 @@ _ROOMS = {
         "loop_of",
         "most_nodes",
         "start",
+        "takes_most_probable",
         "top_n_needed",
     ),
     "model.hf_model": ("HfTreeModel",),
     "model.path_model": ("PathModel",),
-    "model.protocol": ("Compute", "Turn"),
+    "model.protocol": ("Compute", "Demand", "Turn"),
     "model.shared": ("RequestModel", "SharedModel"),
     "tree.events": ("Event", "Finished", "Iteration", "Layer", "Notice", "Prefilled", "Text"),
     "tree.sequences": ("Node", "Trie", "common_ancestor"),

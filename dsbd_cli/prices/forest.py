@@ -171,3 +171,39 @@ def best_forest(
             if found > most * (1 + 1e-12):
                 best, most = Shape(gamma, width), found
     return best
+
+
+def best_iteration(
+    prices: Prices,
+    acceptance: Acceptance,
+    *,
+    requests: int,
+    width: int,
+    max_gamma: int,
+    max_draft_width: int,
+    host_ms: tuple[float, float],
+) -> Shape:
+    """`best_forest` for iterations of fixed sizes on a device, which the host commits while the next one runs.
+
+    A request then has `width` places for beams, live or not, in the target's forward and twice as many in the
+    draft's first one; whoever is slower, host or device, sets the pace.
+
+    Args:
+        width: W.
+        host_ms: what the host needs for one request's part of an iteration, and for each layer of it.
+    """
+    best, most = Shape(0, 1), 0.0
+    for shape in [best, *(Shape(gamma, at) for at in acceptance.widths if at <= max_draft_width
+                          for gamma in range(1, max_gamma + 1))]:  # fmt: skip
+        gamma, inside = shape
+        layers = expected_layers(gamma, acceptance.beams, inside, acceptance)
+        device = prices.target(requests * (width + gamma * inside))
+        if gamma:
+            if prices.draft is None:
+                break
+            device += prices.draft(requests * 2 * width) + (gamma - 1) * prices.draft(requests * inside)
+        host = requests * (host_ms[0] + host_ms[1] * layers)
+        found = requests * layers / max(device, host)
+        if found > most * (1 + 1e-9):
+            best, most = shape, found
+    return best

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from dsbd_cli.decoding import HfTreeModel
 from dsbd_cli.errors import UserError
 from dsbd_cli.prices import store
 from dsbd_cli.prices.measure import facts_of, measure
+from dsbd_cli.prices.table import Prices
 from dsbd_cli.settings import Settings
 
 VARIABLE = "DSBD_PRICES"  # what `auto` means: `off`, or a file
@@ -62,6 +64,19 @@ class PairPrices:
         found = store.kept_or_measured(self.facts(), lambda: measure(self._target, self._draft), again=again)
         self._found[AUTO] = found
         return found
+
+    def captured(self, settings: Settings, measure: Callable[[], Prices]) -> Prices | None:
+        """Prices of iterations that run on the device for many requests; None where forests are to be full.
+
+        Args:
+            measure: takes a few seconds, once a machine and pair.
+        """
+        name = _name(settings)
+        if settings.forest == "full" or name == OFF or self._in_parts():
+            return None
+        if name != AUTO:
+            return store.read_given(Path(name).expanduser())
+        return store.kept_or_measured(self.facts() | {"captured": "many requests"}, measure).prices
 
     def facts(self) -> dict[str, Any]:
         """What these prices depend on."""

@@ -22,7 +22,7 @@ from dsbd_cli.decoding.cache.tree_cache import Plan, Reservation
 from dsbd_cli.decoding.device.iteration import DraftedLayer
 from dsbd_cli.decoding.device.law_torch import TorchLaw
 from dsbd_cli.decoding.device.layout import DraftLayout, Field
-from dsbd_cli.decoding.device.steps import Nodes, forward, together
+from dsbd_cli.decoding.device.steps import Nodes, forward_many, together
 from dsbd_cli.decoding.forward.capture import Captures, InFlight, OverlapClock, Steps, slots_to_see
 from dsbd_cli.decoding.forward.graphs import node_bucket, pad, seen_inside
 from dsbd_cli.decoding.law.distribution import LogitsProcessor
@@ -221,7 +221,8 @@ class DraftIteration:
         begin = torch.zeros_like(used)
         all_slots, all_rows = fields.draft_slots.of(request), fields.draft_rows.of(request)
         best = law.pack(
-            self.draft, forward(self.draft, self._planned(self.draft, plan), begin, used, draft_sees)[beams]
+            self.draft,
+            forward_many(self.draft, self._planned(self.draft, plan), begin, used, draft_sees)[beams],
         )
         scores, base = fields.scores.of(request, torch.float64), plan[3][beams][None]
         for depth in range(self.gamma):
@@ -234,7 +235,7 @@ class DraftIteration:
                 mask = law.forest_masks(self._draft_pool.masks, base, parent, slots, rows)
                 where = (position + depth + 1).expand(-1, draft_width).flatten()
                 nodes = Nodes(forest.token.of(outcome)[0, depth], where, slots[0], mask)
-                best = law.pack(self.draft, forward(self.draft, nodes, begin, used, draft_sees))
+                best = law.pack(self.draft, forward_many(self.draft, nodes, begin, used, draft_sees))
                 base = rows
             self.captures.break_graph()
         plan = fields.target_plan.of(request)[0]
@@ -245,7 +246,7 @@ class DraftIteration:
         )
         deep = torch.arange(slots.shape[1], device=request.device) // draft_width + 1
         below = Nodes(forest.token.of(outcome).flatten(), position[0] + deep, slots[0], mask)
-        logits = forward(self.target, together(own, below), begin, plan[6, :1], target_sees)
+        logits = forward_many(self.target, together(own, below), begin, plan[6, :1], target_sees)
         numbers = layout.rows.of(outcome).view(torch.float32)[0]
         numbers[: layout.row_count] = law.pack(self.target, logits).flatten()
         return [outcome]

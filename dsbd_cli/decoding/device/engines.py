@@ -264,6 +264,11 @@ def _why_not(target: HfTreeModel, draft: HfTreeModel | None, demand: Demand) -> 
     return None
 
 
+def quickest_law(device: torch.device) -> DeviceLaw:
+    """The quickest law that there is on this device."""
+    return next(_laws(device))
+
+
 def _laws(device: torch.device) -> Iterator[DeviceLaw]:
     """The quickest first."""
     interpreted = device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1"

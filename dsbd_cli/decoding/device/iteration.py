@@ -21,7 +21,7 @@ from torch import Tensor
 from dsbd_cli.decoding.cache.tree_cache import Reservation, TreeCache
 from dsbd_cli.decoding.device.law import DeviceLaw
 from dsbd_cli.decoding.device.layout import CoverLayout, Field
-from dsbd_cli.decoding.device.steps import Nodes, forward
+from dsbd_cli.decoding.device.steps import Nodes, forward_many
 from dsbd_cli.decoding.forward.capture import Captures, InFlight, OverlapClock, slots_to_see
 from dsbd_cli.decoding.law.distribution import Support
 from dsbd_cli.decoding.model.protocol import Side
@@ -291,7 +291,9 @@ class CoverIteration:
             )
             where = torch.cat([where, position + depth + 1], 1)
         nodes = Nodes(ids.flatten(), where.flatten(), slots.flatten(), mask)
-        logits = forward(self.target, nodes, sent.begin.of(request)[:, 0], sent.used.of(request)[:, 0], sees)
+        logits = forward_many(
+            self.target, nodes, sent.begin.of(request)[:, 0], sent.used.of(request)[:, 0], sees
+        )
         self.law.verify(
             self.law.pack(self.target, logits), state, self._after, request, outcome, layout, self._eos,
             self._greedy, self._support,
@@ -315,7 +317,7 @@ class CoverIteration:
         ids = torch.cat([layout.state.above.of(state), layout.state.token.of(state)], 1).flatten()
         where = position.expand(-1, width)
         nodes = Nodes(ids, torch.cat([where - 1, where], 1).flatten(), slots.flatten(), mask)
-        logits = forward(draft, nodes, begin, used, sees).unflatten(0, (requests, 2 * width))
+        logits = forward_many(draft, nodes, begin, used, sees).unflatten(0, (requests, 2 * width))
         best = law.pack(draft, logits[:, width:].flatten(0, 1))
         scores, base = layout.state.score.of(state, torch.float64), rows[:, width:]
         forest = layout.forest
@@ -331,7 +333,7 @@ class CoverIteration:
             ids = forest.token.of(outcome)[:, depth].flatten()
             where = (position + depth + 1).expand(-1, draft_width).flatten()
             nodes = Nodes(ids, where, slots.flatten(), mask)
-            best = law.pack(draft, forward(draft, nodes, begin, used, sees))
+            best = law.pack(draft, forward_many(draft, nodes, begin, used, sees))
             base = rows
 
 

@@ -20,7 +20,7 @@ class Nodes(NamedTuple):
     mask: Tensor
 
 
-def forward(side: Side, nodes: Nodes, begins: Tensor, used: Tensor, sees: int) -> Tensor:
+def forward_many(side: Side, nodes: Nodes, begins: Tensor, used: Tensor, sees: int) -> Tensor:
     """Logits [N, V'] of the nodes of R requests, N / R of each; they are in the buffers afterwards.
 
     Args:

@@ -138,6 +138,13 @@ class SharedModel:
         probe.prefill([], probe.root)
         probe.leave()
 
+    def like(self, slots: int, rows: int, columns: int) -> SharedModel:
+        """The same weights with other buffers, of so many slots."""
+        other = SharedModel(self.model, rows, columns)
+        other.room([slots])
+        other.stores.cache.grow(slots)
+        return other
+
     @property
     def bytes_per_slot(self) -> int:
         """Keys and values of one token."""
