@@ -312,8 +312,6 @@ class CoverIteration:
         )
         slots, rows = all_slots[:, : 2 * width], all_rows[:, : 2 * width]
         mask = law.catch_up_masks(draft.stores.masks, state, layout, slots, rows)
-        # All parents, then all beams; a forward wants each request's together.
-        mask = mask.unflatten(0, (2, requests, width)).transpose(0, 1).flatten(0, 2)
         ids = torch.cat([layout.state.above.of(state), layout.state.token.of(state)], 1).flatten()
         where = position.expand(-1, width)
         nodes = Nodes(ids, torch.cat([where - 1, where], 1).flatten(), slots.flatten(), mask)

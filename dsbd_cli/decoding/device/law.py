@@ -64,7 +64,7 @@ class DeviceLaw(Protocol):
             slots, rows: int64 [R, 2 W], of the parents, then of the beams.
 
         Returns:
-            [2 x R x W, table width]: all parents, then all beams.
+            [R x 2 W, table width]: of each request the parents, then the beams.
         """
 
     def verify(

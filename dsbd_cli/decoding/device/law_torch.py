@@ -155,37 +155,38 @@ class TorchLaw:
     def forest_masks(
         self, masks: TreeMasks, base: Tensor, parent: Tensor | None, slots: Tensor, rows: Tensor
     ) -> Tensor:
-        requests, count = slots.shape
-        inside = torch.zeros((requests * count,) * 2, dtype=torch.bool, device=slots.device)
-        inside.fill_diagonal_(True)
-        if parent is None:
-            return masks.extend(base.flatten(), rows.flatten(), slots.flatten(), inside)
-        bases: list[Tensor] = []
-        _, layers, width = parent.shape
-        for r in range(requests):
-            for depth in range(layers):
-                above, begin = parent[r, depth], r * count + depth * width
-                if depth:
-                    # What the parent sees of the forest, and itself.
-                    here, up = slice(begin, begin + width), slice(begin - width, begin)
-                    inside[here] |= inside[up][above]
-                bases.append((bases[-1] if depth else base[r])[above])
-        return masks.extend(torch.cat(bases), rows.flatten(), slots.flatten(), inside)
+        # One by one: the slots of two requests may be the same numbers.
+        parts = []
+        for r in range(len(slots)):
+            inside = torch.eye(slots.shape[1], dtype=torch.bool, device=slots.device)
+            bases = [base[r]]
+            if parent is not None:
+                bases = []
+                _, layers, width = parent.shape
+                for depth in range(layers):
+                    above, begin = parent[r, depth], depth * width
+                    if depth:
+                        # What the parent sees of the forest, and itself.
+                        here, up = slice(begin, begin + width), slice(begin - width, begin)
+                        inside[here] |= inside[up][above]
+                    bases.append((bases[-1] if depth else base[r])[above])
+            parts.append(masks.extend(torch.cat(bases), rows[r], slots[r], inside))
+        return torch.cat(parts)
 
     def catch_up_masks(
         self, masks: TreeMasks, state: Tensor, layout: CoverLayout, slots: Tensor, rows: Tensor
     ) -> Tensor:
-        fields, width, count = layout.state, layout.width, state.shape[0] * layout.width
-        missing = fields.missing.of(state).bool().expand(-1, width)
-        above_row = fields.above_row.of(state)
-        inside = torch.eye(2 * count, dtype=torch.bool, device=slots.device)
-        offset = torch.arange(0, count, width, device=slots.device)[:, None]
-        first = (fields.first.of(state) + offset).flatten()
-        which = torch.arange(count, device=slots.device)
-        inside[count:, :count] = (which[None] == first[:, None]) & missing.flatten()[:, None]
-        base = torch.cat([above_row, torch.where(missing, above_row, fields.draft_row.of(state))]).flatten()
-        rows, slots = (x.unflatten(1, (2, width)).transpose(0, 1).flatten() for x in (rows, slots))
-        return masks.extend(base, rows, slots, inside)
+        fields, width = layout.state, layout.width
+        parts = []
+        for r in range(len(slots)):
+            missing = fields.missing.of(state)[r].bool().expand(width)
+            above_row, first = fields.above_row.of(state)[r], fields.first.of(state)[r]
+            inside = torch.eye(2 * width, dtype=torch.bool, device=slots.device)
+            which = torch.arange(width, device=slots.device)
+            inside[width:, :width] = (which[None] == first[:, None]) & missing[:, None]
+            base = torch.cat([above_row, torch.where(missing, above_row, fields.draft_row.of(state)[r])])
+            parts.append(masks.extend(base, rows[r], slots[r], inside))
+        return torch.cat(parts)
 
     def verify(
         self, best: Tensor, state: Tensor, after: Tensor, request: Tensor, outcome: Tensor, layout: CoverLayout,

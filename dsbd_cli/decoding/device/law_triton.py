@@ -189,17 +189,16 @@ def _forest_masks(
     tl.store(out_ptr + tl.program_id(0).to(tl.int64) * table_width + column, values, mask=inside)
 
 
-@triton.jit(do_not_specialize=["state_stride", "slot_stride", "row_stride", "requests"])
+@triton.jit(do_not_specialize=["state_stride", "slot_stride", "row_stride"])
 def _catch_up_masks(
     table_ptr, out_ptr, state_ptr, state_stride, slots_ptr, slot_stride, rows_ptr, row_stride, table_width,
-    requests,
     WIDTH: tl.constexpr, ABOVE_ROW: tl.constexpr, DRAFT_ROW: tl.constexpr, FIRST: tl.constexpr,
     MISSING: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Of all parents (below `above`), then of all beams: below their parent if it is missing, else `own`."""
-    place = tl.program_id(0) % (requests * WIDTH)
-    is_beam = tl.program_id(0) >= requests * WIDTH
-    request, beam = (place // WIDTH).to(tl.int64), place % WIDTH
+    """Of a request's parents (below `above`), then of its beams: below their parent if it is missing, else `own`."""
+    place = tl.program_id(0) % (2 * WIDTH)
+    is_beam = place >= WIDTH
+    request, beam = (tl.program_id(0) // (2 * WIDTH)).to(tl.int64), place % WIDTH
     state = state_ptr + request * state_stride
     slots = slots_ptr + request * slot_stride
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -415,7 +414,7 @@ class TritonLaw:
         out = table.new_empty((requests * nodes, table.shape[1]))
         _catch_up_masks[(requests * nodes, triton.cdiv(table.shape[1], _PART))](
             table, out, state, state.stride(0), slots, slots.stride(0), rows, rows.stride(0), table.shape[1],
-            requests, WIDTH=layout.width, ABOVE_ROW=fields.above_row.start, DRAFT_ROW=fields.draft_row.start,
+            WIDTH=layout.width, ABOVE_ROW=fields.above_row.start, DRAFT_ROW=fields.draft_row.start,
             FIRST=fields.first.start, MISSING=fields.missing.start, BLOCK=_PART, num_warps=4,
         )  # fmt: skip
         return out

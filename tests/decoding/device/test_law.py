@@ -274,7 +274,7 @@ def test_masks_of_a_draft_that_catches_up(law, missing):
         for i in range(3):
             above, own = int(state[r, fields.above_row.at][i]), int(state[r, fields.draft_row.at][i])
             first = int(state[r, fields.first.at][i])
-            parent, beam = got[r * 3 + i], got[6 + r * 3 + i]
+            parent, beam = got[r * 6 + i], got[r * 6 + 3 + i]
             assert set(torch.nonzero(parent == 0)[:, 0].tolist()) == {above, int(slots[r, i])}
             wanted = {above, int(slots[r, first])} if missing else {own}
             assert set(torch.nonzero(beam == 0)[:, 0].tolist()) == wanted | {int(slots[r, 3 + i])}

@@ -1,0 +1,188 @@
+"""Many prompts at a time: each gets what it gets alone, whoever shares its forwards, and nothing is left behind."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dsbd_cli import Decoder, Settings
+from dsbd_cli.decoding import HfTreeModel
+from dsbd_cli.errors import UserError
+from dsbd_cli.many import Batch, in_order
+from tests import builders
+
+WAYS: list[dict[str, Any]] = [
+    {},
+    {"method": "beam", "width": 3},
+    {"method": "multinomial"},
+    {"method": "speculative", "gamma": 3},
+    {"method": "specinfer", "tree": (2, 2)},
+    {"verify": "paper"},
+    {"verify": "continue", "threshold": None},
+    {"threshold": 0.9, "min_width": 1},
+    {"kv": "one"},
+    {"deterministic": True, "width": 3},
+    {"method": "beam", "deterministic": True, "width": 2, "early_stopping": "never"},
+    {"temperature": 0.0},
+    {"top_k": 0, "top_p": 0.9},
+    {"num_return": 3, "width": 4},
+    {"stop": ("e", "a")},
+    {"max_new_tokens": 1},
+    {"max_new_tokens": 0},
+]
+
+
+def settings_of(number: int) -> Settings:
+    way = WAYS[number % len(WAYS)]
+    base: dict[str, Any] = {"max_new_tokens": 5 + number % 14, "seed": 100 + number}
+    drawn = {} if way.get("deterministic") else {"top_k": 12, "top_p": 0.95}
+    return Settings(**(base | drawn | way))
+
+
+def asked(count: int) -> list[tuple[str, Settings]]:
+    return [(f"prompt {i} {'xyz' * (i % 7)}", settings_of(i)) for i in range(count)]
+
+
+@pytest.fixture(scope="module")
+def decoder(tmp_path_factory: pytest.TempPathFactory) -> Decoder:
+    base = tmp_path_factory.mktemp("pair")
+    builders.rand(base / "t", max_position_embeddings=256, initializer_range=0.2)
+    builders.rand(base / "d", seed=1, max_position_embeddings=256, initializer_range=0.2)
+    return Decoder.from_pair(base / "t", base / "d", dtype="float32")
+
+
+def captured(decoder: Decoder) -> Decoder:
+    """The same pair, run as a GPU would run it."""
+    other = Decoder(decoder.pair, decoder.settings)
+    vocab = decoder.pair.vocab_size
+    assert decoder.pair.draft is not None
+    other.target = HfTreeModel(decoder.pair.target, vocab_size=vocab, graphs=True)
+    other.draft = HfTreeModel(decoder.pair.draft, vocab_size=vocab, role="draft", graphs=True)
+    return other
+
+
+def told(result: Any) -> Any:
+    beams = [(beam.token_ids, beam.text, beam.finished) for beam in result.beams]
+    return result.text, result.token_ids, result.finish_reason, result.seed, beams
+
+
+@pytest.mark.parametrize("size", [1, 3, 8])
+@pytest.mark.parametrize("device", [False, True])
+def test_every_prompt_gets_what_it_gets_alone(decoder: Decoder, size: int, device: bool) -> None:
+    """All methods and settings beside each other; prompts of several lengths join and leave all the time."""
+    mixed = asked(len(WAYS) * 3)
+    random.Random(size).shuffle(mixed)
+    one = captured(decoder) if device else decoder
+    prompts, settings = zip(*mixed, strict=True)
+    many = list(one.generate_many(prompts, settings, batch=size))
+    assert len(many) == len(mixed)
+    for (prompt, own), got in zip(mixed, many, strict=True):
+        assert told(got) == told(decoder.generate(prompt, own)), own
+
+
+@pytest.mark.parametrize("way", [0, 1, 2, 4, 9])
+def test_counts_and_caches_are_those_of_the_prompt_alone(decoder: Decoder, way: int) -> None:
+    settings = [dataclasses.replace(settings_of(way), seed=i, forest="full") for i in range(5)]
+    prompts = [f"some prompt {'y' * i}" for i in range(5)]
+    for prompt, own, got in zip(prompts, settings, decoder.generate_many(prompts, settings, batch=4), strict=True):
+        alone = decoder.generate(prompt, own)
+        for name in ("new_tokens", "layers", "target_calls", "draft_calls", "drafts_accepted", "kv_slots_peak"):
+            assert getattr(got.stats, name) == getattr(alone.stats, name), name
+        assert got.stats.energy_j is None
+
+
+def test_what_memory_has_no_room_for_waits_and_what_it_never_has_is_refused(decoder: Decoder) -> None:
+    lines: list[str] = []
+    own = Settings(max_new_tokens=20, width=2, gamma=2, draft_width=2, seed=0)
+    prompts = ["a", "b" * 30, "c", "d" * 100, "e"]
+    with Batch(decoder, 4, slots=160, tell=lines.append) as batch:
+        answers = list(in_order(batch.answers((prompt, own) for prompt in prompts)))
+    assert [answer.index for answer in answers] == [0, 1, 2, 3, 4]
+    for answer, prompt in zip(answers, prompts, strict=True):
+        if len(prompt) == 100:
+            assert answer.error is not None
+            assert "--max-new-tokens" in str(answer.error)
+        else:
+            assert answer.result is not None
+            assert told(answer.result) == told(decoder.generate(prompt, own))
+    assert len(lines) == 1
+    assert "wait" in lines[0]
+
+
+@pytest.mark.parametrize("device", [False, True])
+def test_leaving_in_the_middle_leaves_nothing_behind(decoder: Decoder, device: bool) -> None:
+    one = captured(decoder) if device else decoder
+    mixed = asked(30)
+    with Batch(one, 5) as batch:
+        answers = batch.answers(iter(mixed))
+        for _ in range(7):
+            next(answers)
+        shared = batch._buffers
+        assert batch.load().running
+        batch.close()
+        for model in (shared.target, shared.draft):
+            assert model is not None
+            assert model.regions.free == model.regions.capacity
+            assert len(model.stores.masks._free) == len(model.stores.masks.table) - 1
+
+
+def test_a_prompt_that_cannot_be_served_stops_no_other(decoder: Decoder) -> None:
+    prompts = ["fine", "q" * 500, "also fine"]
+    own = Settings(max_new_tokens=5, seed=1)
+    with Batch(decoder, 2) as batch:
+        answers = list(in_order(batch.answers((prompt, own) for prompt in prompts)))
+    assert [answer.error is None for answer in answers] == [True, False, True]
+    many = decoder.generate_many(prompts, own, batch=2)
+    assert next(many).text == decoder.generate("fine", own).text
+    with pytest.raises(UserError, match="no room"):
+        next(many)
+
+
+def test_prompts_that_come_late_are_waited_for(decoder: Decoder) -> None:
+    """A source may have none just now: those under way go on."""
+    own = Settings(max_new_tokens=6, seed=1)
+    seen: list[int] = []
+
+    with Batch(decoder, 3) as batch:
+
+        def source() -> Iterator[tuple[str, Settings] | None]:
+            yield "first", own
+            while batch.load().running:
+                seen.append(batch.load().running)
+                yield None
+            yield "second", own
+
+        answers = list(batch.answers(source()))
+    assert [answer.index for answer in answers] == [0, 1]
+    assert len(seen) > 3
+
+
+def test_two_batches_and_a_prompt_between_them_do_not_touch_each_other(decoder: Decoder) -> None:
+    mixed = asked(12)
+    prompts, settings = zip(*mixed, strict=True)
+    wanted = [told(decoder.generate(*one)) for one in mixed]
+    first = decoder.generate_many(prompts, settings, batch=3)
+    second = decoder.generate_many(prompts, settings, batch=2)
+    for number in range(12):
+        assert told(next(first)) == wanted[number]
+        assert told(decoder.generate(*mixed[number])) == wanted[number]
+        assert told(next(second)) == wanted[number]
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "opt", "gemma2"])
+def test_models_without_a_forward_of_ours_share_too(kind: str, tmp_path: Path) -> None:
+    from tests.decoding.real import tiny
+
+    model = tiny(kind if kind != "gemma2" else "qwen2", builders.VOCAB, 3)
+    builders.tok(tmp_path / "t")
+    model.save_pretrained(tmp_path / "t")
+    decoder = Decoder.from_pair(tmp_path / "t", dtype="float32")
+    own = [Settings(method="beam", width=3, max_new_tokens=8, seed=i, top_k=9) for i in range(4)]
+    prompts = ["ab", "abcdefg", "a", "hello you"]
+    for prompt, one, got in zip(prompts, own, decoder.generate_many(prompts, own, batch=3), strict=True):
+        assert told(got) == told(decoder.generate(prompt, one))
