@@ -13,6 +13,7 @@ from dsbd_cli.errors import UserError
 
 METHODS = ("dsbd", "beam", "speculative", "specinfer", "multinomial")
 VERIFY_RULES = ("paper", "continue", "cover")
+DRAWS = ("iid", "distinct")
 EARLY_STOPPING = ("first", "heuristic", "never")
 KV_MODES = ("all", "one")
 FORESTS = ("adaptive", "full")
@@ -21,13 +22,13 @@ ONE_BEAM_METHODS = ("multinomial", "speculative", "specinfer")
 DEFAULT_TREE = (2, 2, 1)
 NONE = ("none", "null")  # how a number that may be absent is said to be so, in text
 MOST = 4096  # of anything that takes memory for each of them
-_CHOICES = {"method": METHODS, "verify": VERIFY_RULES, "early_stopping": EARLY_STOPPING, "kv": KV_MODES,
-            "forest": FORESTS}  # fmt: skip
+_CHOICES = {"method": METHODS, "verify": VERIFY_RULES, "draws": DRAWS, "early_stopping": EARLY_STOPPING,
+            "kv": KV_MODES, "forest": FORESTS}  # fmt: skip
 _AT_LEAST = {"width": 1, "draft_width": 1, "gamma": 0, "min_width": 1, "top_k": 0, "max_new_tokens": 0,
              "num_return": 1}  # fmt: skip
 _LIMITED = ("width", "draft_width", "gamma")
 # Temperature has no meaning in the deterministic mode, nor has anything that acts through it.
-SAMPLING_ONLY = ("temperature", "top_k", "top_p", "threshold", "kv")
+SAMPLING_ONLY = ("temperature", "top_k", "top_p", "draws", "threshold", "kv")
 
 
 class _Default(int):
@@ -44,6 +45,7 @@ class Settings:
         draft_width: W_S, draws (or, for `cover`, distinct continuations) per drafted layer.
         gamma: drafted layers per target call, >= 0.
         verify: `paper`, `continue` or `cover` (docs/design.md section 3).
+        draws: `iid`, or `distinct`: without replacement, so that W draws are W beams (docs/design.md section 1).
         threshold: t of the dynamic width in (0, 1], or None for a fixed width (docs/design.md section 4).
         min_width: W_min, 1 <= W_min <= width; 2 where nothing is given, and 1 beside width 1.
         forest: `adaptive`: on a CPU as many layers and nodes as recently paid, gamma and W_S at most; `full`:
@@ -69,6 +71,7 @@ class Settings:
     draft_width: int = 8
     gamma: int = 4
     verify: str = "cover"
+    draws: str = "iid"
     threshold: float | None = None
     min_width: int = _Default(2)
     forest: str = "adaptive"

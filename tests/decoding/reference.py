@@ -75,6 +75,21 @@ def p_beam(law: PathLaw, active: Sequence[Path], t: T) -> dict[Path, float]:
     return {(*active[i], token): share for (i, token), share in warped(triples, t).items()}
 
 
+def layer_law(draw: dict[Path, float], width: int, distinct: bool) -> dict[Slots, float]:
+    """The law of a layer's draws, in order: iid, or each among what was not drawn before it."""
+    if not distinct:
+        return {
+            slots: math.prod(draw[path] for path in slots) for slots in itertools.product(draw, repeat=width)
+        }
+    law: dict[Slots, float] = {}
+    for slots in itertools.permutations(draw, min(width, len(draw))):
+        share = 1.0
+        for i, path in enumerate(slots):
+            share *= draw[path] / math.fsum(mass for other, mass in draw.items() if other not in slots[:i])
+        law[slots] = share
+    return law
+
+
 def set_process(
     law: PathLaw,
     width: int,
@@ -83,6 +98,7 @@ def set_process(
     budget: int,
     early_stopping: str = "heuristic",
     alpha: float = 1.0,
+    distinct: bool = False,
 ) -> dict[Outcome, float]:
     """Beam sampling as a process of sets: the law over whole runs."""
     done: dict[Outcome, float] = defaultdict(float)
@@ -109,11 +125,10 @@ def set_process(
         following = defaultdict(float)
         for (history, pool, active), mass in open_.items():
             draw = p_beam(law, active, t)
-            for drawn in itertools.product(draw, repeat=width):
+            for drawn, share in layer_law(draw, width, distinct).items():
                 layer = tuple(dict.fromkeys(drawn))
                 ended = {path for path in layer if path[-1] in eos or len(path) >= budget}
                 going = tuple(path for path in layer if path not in ended)
-                share = math.prod(draw[path] for path in drawn)
                 following[(*history, frozenset(layer)), pool | ended, going] += mass * share
         open_ = {}
         for (history, pool, active), mass in following.items():

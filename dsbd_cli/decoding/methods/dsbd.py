@@ -15,8 +15,16 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from dsbd_cli.decoding.law.distribution import Support
-from dsbd_cli.decoding.law.verification import Verified, accept_draws, align, cover, covered, keys
+from dsbd_cli.decoding.law.distribution import Support, draw_layer
+from dsbd_cli.decoding.law.verification import (
+    Verified,
+    accept_distinct_draws,
+    accept_draws,
+    align,
+    cover,
+    covered,
+    keys,
+)
 from dsbd_cli.decoding.law.width import ThresholdWidth
 from dsbd_cli.decoding.methods.proposers import DraftLength, Proposer
 from dsbd_cli.decoding.model.protocol import Engine, TreeModel
@@ -31,6 +39,7 @@ class Run(Request):
 
     Attributes:
         target: prefilled target model.
+        distinct: a layer's draws are distinct (draws without replacement), not iid.
         dynamic_width: the rule for W_L, or None for W in every layer.
         proposer: where forests come from, or None for plain decoding.
         kv_one: the memory-constrained mode.
@@ -40,6 +49,7 @@ class Run(Request):
     """
 
     target: TreeModel
+    distinct: bool = False
     dynamic_width: ThresholdWidth | None = None
     proposer: Proposer | None = None
     kv_one: bool = False
@@ -119,9 +129,10 @@ class Run(Request):
         return layer
 
     def sample_layer(self, width: int) -> Layer:
-        """`width` iid draws of `p_beam`: the layer of plain beam sampling."""
+        """`width` draws of `p_beam`: the layer of plain beam sampling."""
         support = self.p_beam()
-        return self.commit([self.node(support, i) for i in self.sampler.sample(support.prob, width)])
+        draws = draw_layer(self.sampler, support.prob, width, self.distinct)
+        return self.commit([self.node(support, i) for i in draws])
 
     def finish_iteration(
         self, forest: Forest, ahead: str | None = None, by: Engine | None = None
@@ -205,7 +216,8 @@ def verify_layer(run: Run, drafted: DraftLayer, depth: int) -> Layer:
     union, p, q, draws = _aligned(run, support, drafted)
     rule = run.dynamic_width
     width = run.width if rule is None else rule.for_draws(p, q, len(drafted.draws))
-    verified = accept_draws(p, q, draws, width, run.sampler)
+    accept = accept_distinct_draws if run.distinct else accept_draws
+    verified = accept(p, q, draws, width, run.sampler)
     # A draw has mass under p, so its key is one of the support's own (ascending) keys.
     own = np.searchsorted(keys(support.parent, support.token), union[list(verified.draws)])
     return run.commit([run.node(support, int(i)) for i in own], verified, depth)
@@ -214,10 +226,16 @@ def verify_layer(run: Run, drafted: DraftLayer, depth: int) -> Layer:
 def _aligned(
     run: Run, support: Support, drafted: DraftLayer
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, list[int]]:
-    """Keys, p and q on their joint support, and the draws as indices into it (-1: dead parent)."""
+    """Keys, p and q on their joint support, and the draws as indices into it.
+
+    Draws below a dead parent are -1, and q lacks them. Distinct draws depend on all earlier ones, so there
+    q keeps them, below parents numbered behind the live ones, where p has no mass.
+    """
     place = {node: i for i, node in enumerate(run.hypotheses.active)}
     # Where each parent of the draft stands among the accepted ones; -1 for the dead.
     new = np.array([place.get(node, -1) for node in drafted.parents], dtype=np.int64)
+    if run.distinct:
+        new = np.where(new < 0, len(place) + np.arange(len(new)), new)
     parent = new[drafted.support.parent]
     alive = parent >= 0
     union, p, q = align(
@@ -226,9 +244,10 @@ def _aligned(
         keys(parent[alive], drafted.support.token[alive]),
         drafted.support.prob[alive],
     )
+    number = dict(zip(drafted.parents, new.tolist(), strict=True))
     draws = []
     for node in drafted.draws:
-        where = place.get(node.parent, -1) if node.parent is not None else -1
+        where = -1 if node.parent is None else number[node.parent]
         key = (where << 32) | node.token
         draws.append(int(np.searchsorted(union, key)) if where >= 0 else -1)
     return union, p, q, draws
@@ -255,7 +274,7 @@ def cover_layers(run: Run, forest: Forest) -> Iterator[Layer]:
             # A finished sequence needs no node of the forest.
             return nodes[-1] in inside or (None if nodes[-1].finish else run.target.has_logits(nodes[-1]))
 
-        yield run.commit(nodes, cover(support.prob, width, held, run.sampler), depth)
+        yield run.commit(nodes, cover(support.prob, width, held, run.sampler, run.distinct), depth)
         if run.hypotheses.stopped() or not run.logits_known():
             return
     yield run.sample_layer(run.width)

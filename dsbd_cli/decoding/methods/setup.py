@@ -36,6 +36,15 @@ def takes_most_probable(settings: Settings) -> bool:
     return settings.deterministic or (settings.method == "dsbd" and settings.verify == "cover")
 
 
+def draws_distinct(settings: Settings) -> bool:
+    """Whether draws of a layer are distinct; one draw is, whatever is said."""
+    return (
+        settings.draws == "distinct"
+        and settings.method not in ONE_BEAM_METHODS
+        and not settings.deterministic
+    )
+
+
 def draft_processor(settings: Settings) -> LogitsProcessor:
     """T of the draft's proposals: the same T, so that what is recorded is what was drawn from.
 
@@ -86,6 +95,10 @@ def demand_of(settings: Settings, drafts: bool) -> Demand:
             why_not_pipelined = "one beam is kept"
     if settings.deterministic:
         why_not_pipelined = "the host decides the deterministic mode"
+    if draws_distinct(settings):
+        why_not_pipelined = why_not_pipelined or "draws are distinct"
+        if not takes_most_probable(settings):
+            why_not_captured = "the host drafts distinct draws"
     if plain or settings.method == "specinfer":
         why_not_captured = "nothing is drafted" if plain else "the host drafts token trees"
     return Demand(
@@ -129,7 +142,7 @@ def start(
         gamma = len(expansion)
         proposer = TreeProposer(draft, trie, processor, expansion, draft_sampler)
     elif draft is not None and settings.method in DRAFTING:
-        distinct = takes_most_probable(settings)
+        best = takes_most_probable(settings)
         draft_width = 1 if one_beam else settings.draft_width
         cost = None if captured is not None else relative_cost(settings, target, draft)
         mass = 1.0 if cost is None else forest_mass(settings)
@@ -138,7 +151,9 @@ def start(
             processor = LogitsProcessor(settings.temperature, processor.top_k)
         if cost is not None and not settings.deterministic and engine is None:
             draft_length = DraftLength(cost)
-        proposer = DraftModelProposer(draft, trie, processor, draft_width, draft_sampler, distinct, mass)
+        proposer = DraftModelProposer(
+            draft, trie, processor, draft_width, draft_sampler, best, mass, draws_distinct(settings)
+        )
         if captured is not None:
             proposer = captured.falling_back_to(proposer)
     hypotheses = Hypotheses(trie.root, width, settings.early_stopping, settings.length_penalty)
@@ -151,6 +166,7 @@ def start(
         draft_width=settings.draft_width,
         gamma=gamma,
         target=target,
+        distinct=draws_distinct(settings),
         dynamic_width=dynamic,
         proposer=proposer,
         kv_one=kv_one,
