@@ -45,6 +45,7 @@ OF_METHOD: Mapping[str, tuple[str, ...]] = {
         "verify",
         "draws",
         "threshold",
+        "width_rule",
         "min_width",
         "forest",
         "kv",

@@ -62,6 +62,12 @@ PARAMETERS = [
         panel=DECODING,
     ),
     _option(Text, "--threshold", help="t of the dynamic width, or none for a fixed width.", panel=DECODING),
+    _option(
+        Text,
+        "--width-rule",
+        help="What t bounds: paper, the chance to pass; distinct, the mass of so many beams; auto is the draws' own.",
+        panel=DECODING,
+    ),
     _option(Int, "--min-width", help="W_min: the dynamic width never goes below.", panel=DECODING),
     _option(
         Text,

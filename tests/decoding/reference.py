@@ -90,6 +90,14 @@ def layer_law(draw: dict[Path, float], width: int, distinct: bool) -> dict[Slots
     return law
 
 
+def holding(draw: dict[Path, float], t: float) -> int:
+    """How many continuations hold t of the mass, the likeliest first."""
+    ranked = sorted(draw.values(), reverse=True)
+    return next(
+        n for n in range(1, len(ranked) + 1) if math.fsum(ranked[:n]) >= t - 1e-12 or n == len(ranked)
+    )
+
+
 def set_process(
     law: PathLaw,
     width: int,
@@ -99,8 +107,13 @@ def set_process(
     early_stopping: str = "heuristic",
     alpha: float = 1.0,
     distinct: bool = False,
+    by_mass: tuple[int, float] | None = None,
 ) -> dict[Outcome, float]:
-    """Beam sampling as a process of sets: the law over whole runs."""
+    """Beam sampling as a process of sets: the law over whole runs.
+
+    Args:
+        by_mass: (W_min, t): a layer has as many draws as the likeliest continuations that hold t of p.
+    """
     done: dict[Outcome, float] = defaultdict(float)
     # The active set keeps the order of its first draws: ties under T go to the earlier parent.
     open_: dict[tuple[tuple[frozenset[Path], ...], frozenset[Path], Slots], float]
@@ -125,7 +138,8 @@ def set_process(
         following = defaultdict(float)
         for (history, pool, active), mass in open_.items():
             draw = p_beam(law, active, t)
-            for drawn, share in layer_law(draw, width, distinct).items():
+            wide = width if by_mass is None else min(width, max(by_mass[0], holding(draw, by_mass[1])))
+            for drawn, share in layer_law(draw, wide, distinct).items():
                 layer = tuple(dict.fromkeys(drawn))
                 ended = {path for path in layer if path[-1] in eos or len(path) >= budget}
                 going = tuple(path for path in layer if path not in ended)

@@ -107,6 +107,42 @@ def test_cover_is_beam_at_the_same_seed(draft: str, t: T) -> None:
         assert one == cover.outcome(SeededSampler(seed, 0), SeededSampler(seed + 7, 1))
 
 
+# Widths that p alone decides.
+
+
+@pytest.mark.parametrize("draws", ["distinct", "iid"])
+@pytest.mark.parametrize("method", ["beam", *VERIFY])
+@pytest.mark.parametrize(("t", "threshold", "least"), [(ON, 0.8, 1), (TWO, 0.6, 1), (WIDE, 0.85, 2)], ids=str)
+def test_a_width_of_p_alone_is_a_process_of_the_target(
+    t: T, threshold: float, least: int, method: str, draws: str
+) -> None:
+    given: dict[str, Any] = {"method": "beam"}
+    if method != "beam":
+        given = {"method": "dsbd", "verify": method, "gamma": 2, "draft_width": 2}
+    case = toy("good", t, 3, width=3, **given)
+    settings = {"draws": draws, "width_rule": "distinct", "threshold": threshold, "min_width": least}
+    case = Toy(case.target, case.draft, case.settings.merged(settings), EOS)
+    law = case.law_by(case.composed_iteration_law)
+    wanted = set_process(case.target, 3, t, EOS, 3, distinct=draws == "distinct", by_mass=(least, threshold))
+    assert total_variation(law, wanted) < 1e-9
+    fixed = set_process(case.target, 3, t, EOS, 3, distinct=draws == "distinct")
+    assert total_variation(law, fixed) > 0.05, "the width never moved"
+
+
+@pytest.mark.parametrize("draws", ["distinct", "iid"])
+def test_cover_is_beam_at_the_same_seed_whatever_width_p_asks_for(draws: str) -> None:
+    rule = {"draws": draws, "width_rule": "distinct", "threshold": 0.75, "min_width": 1}
+    plain = toy("good", SOFT, 6, method="beam", width=4)
+    cover = toy("good", SOFT, 6, method="dsbd", verify="cover", width=4, gamma=3, draft_width=4)
+    plain, cover = (Toy(case.target, case.draft, case.settings.merged(rule), EOS) for case in (plain, cover))
+    widths = set()
+    for seed in range(100):
+        one = plain.outcome(SeededSampler(seed, 0), SeededSampler(seed, 1))
+        assert one == cover.outcome(SeededSampler(seed, 0), SeededSampler(seed + 7, 1))
+        widths |= {len(layer) for layer in one.layers}
+    assert len(widths) > 2
+
+
 @pytest.mark.parametrize("verify", VERIFY)
 def test_every_layer_holds_distinct_beams(verify: str) -> None:
     short = 0

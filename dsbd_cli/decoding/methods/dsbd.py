@@ -25,7 +25,7 @@ from dsbd_cli.decoding.law.verification import (
     covered,
     keys,
 )
-from dsbd_cli.decoding.law.width import ThresholdWidth
+from dsbd_cli.decoding.law.width import DistinctWidth
 from dsbd_cli.decoding.methods.proposers import DraftLength, Proposer
 from dsbd_cli.decoding.model.protocol import Engine, TreeModel
 from dsbd_cli.decoding.tree.events import Iteration, Layer
@@ -39,8 +39,6 @@ class Run(Request):
 
     Attributes:
         target: prefilled target model.
-        distinct: a layer's draws are distinct (draws without replacement), not iid.
-        dynamic_width: the rule for W_L, or None for W in every layer.
         proposer: where forests come from, or None for plain decoding.
         kv_one: the memory-constrained mode.
         keep_answer: leave the best finished sequence in the caches, for a prompt that goes on from it.
@@ -49,8 +47,6 @@ class Run(Request):
     """
 
     target: TreeModel
-    distinct: bool = False
-    dynamic_width: ThresholdWidth | None = None
     proposer: Proposer | None = None
     kv_one: bool = False
     keep_answer: bool = False
@@ -128,11 +124,22 @@ class Run(Request):
         self._layers.append(layer)
         return layer
 
-    def sample_layer(self, width: int) -> Layer:
-        """`width` draws of `p_beam`: the layer of plain beam sampling."""
-        support = self.p_beam()
+    def sample_layer(self) -> Layer:
+        """W draws of `p_beam` (or as many as p alone asks for): the layer of plain beam sampling."""
+        support, rule = self.p_beam(), self.dynamic_width
+        width = rule.of(support.prob) if isinstance(rule, DistinctWidth) else self.width
         draws = draw_layer(self.sampler, support.prob, width, self.distinct)
+        self.skip_numbers(width)
         return self.commit([self.node(support, i) for i in draws])
+
+    def skip_numbers(self, width: int) -> None:
+        """Pass over what a layer of `width` draws leaves of its W random numbers.
+
+        Where W_L follows from p alone, a layer always has W of them: a device can then be given them
+        before p is known.
+        """
+        if isinstance(self.dynamic_width, DistinctWidth) and width < self.width:
+            self.sampler.sample(np.ones(1), self.width - width)
 
     def finish_iteration(
         self, forest: Forest, ahead: str | None = None, by: Engine | None = None
@@ -207,7 +214,7 @@ def accept_layers(run: Run, forest: Forest, verify: str) -> Iterator[Layer]:
         # A draw that was filled up ends the iteration under `paper`; under `continue` it may be in the forest.
         if run.hypotheses.stopped() or not run.logits_known() or not (layer.passed or verify == "continue"):
             return
-    yield run.sample_layer(run.width)
+    yield run.sample_layer()
 
 
 def verify_layer(run: Run, drafted: DraftLayer, depth: int) -> Layer:
@@ -215,7 +222,10 @@ def verify_layer(run: Run, drafted: DraftLayer, depth: int) -> Layer:
     support = run.p_beam()
     union, p, q, draws = _aligned(run, support, drafted)
     rule = run.dynamic_width
-    width = run.width if rule is None else rule.for_draws(p, q, len(drafted.draws))
+    if isinstance(rule, DistinctWidth):
+        width = rule.of(support.prob)
+    else:
+        width = run.width if rule is None else rule.for_draws(p, q, len(drafted.draws))
     accept = accept_distinct_draws if run.distinct else accept_draws
     verified = accept(p, q, draws, width, run.sampler)
     # A draw has mass under p, so its key is one of the support's own (ascending) keys.
@@ -260,7 +270,10 @@ def cover_layers(run: Run, forest: Forest) -> Iterator[Layer]:
     """
     for depth, drafted in enumerate(forest.layers):
         support, rule = run.p_beam(), run.dynamic_width
-        width = run.width if rule is None else rule.for_cover(_mass_held(run, support, drafted))
+        if isinstance(rule, DistinctWidth):
+            width = rule.of(support.prob)
+        else:
+            width = run.width if rule is None else rule.for_cover(_mass_held(run, support, drafted))
         nodes: list[Node] = []
         inside = frozenset(drafted.draws)
 
@@ -274,10 +287,12 @@ def cover_layers(run: Run, forest: Forest) -> Iterator[Layer]:
             # A finished sequence needs no node of the forest.
             return nodes[-1] in inside or (None if nodes[-1].finish else run.target.has_logits(nodes[-1]))
 
-        yield run.commit(nodes, cover(support.prob, width, held, run.sampler, run.distinct), depth)
+        verified = cover(support.prob, width, held, run.sampler, run.distinct)
+        run.skip_numbers(width)
+        yield run.commit(nodes, verified, depth)
         if run.hypotheses.stopped() or not run.logits_known():
             return
-    yield run.sample_layer(run.width)
+    yield run.sample_layer()
 
 
 def _mass_held(run: Run, support: Support, drafted: DraftLayer) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from dsbd_cli.decoding.law.distribution import LogitsProcessor, Sampler
-from dsbd_cli.decoding.law.width import ThresholdWidth, width_rule
+from dsbd_cli.decoding.law.width import DistinctWidth, ThresholdWidth, width_rule
 from dsbd_cli.decoding.methods.deterministic import beam_search
 from dsbd_cli.decoding.methods.dsbd import Run, dsbd
 from dsbd_cli.decoding.methods.proposers import CapturedProposer, DraftLength, DraftModelProposer, Proposer
@@ -45,6 +45,15 @@ def draws_distinct(settings: Settings) -> bool:
     )
 
 
+def width_rule_of(settings: Settings) -> ThresholdWidth | DistinctWidth | None:
+    """The rule for W_L, or None for W in every layer. The paper's needs a forest; `distinct` looks at p alone."""
+    named = settings.width_rule
+    own = named == "distinct" or (named == "auto" and settings.draws == "distinct")
+    if settings.deterministic or settings.method not in (("dsbd", "beam") if own else ("dsbd",)):
+        return None
+    return width_rule(settings.width, settings.min_width, settings.threshold, own)
+
+
 def draft_processor(settings: Settings) -> LogitsProcessor:
     """T of the draft's proposals: the same T, so that what is recorded is what was drawn from.
 
@@ -66,10 +75,10 @@ def relative_cost(settings: Settings, target: TreeModel, draft: TreeModel) -> fl
 def forest_mass(settings: Settings) -> float:
     """The draft's mass that a layer of a sparing `cover` forest holds: half of what top-p would cut stays.
 
-    The target's own support ends at top-p; what the draft puts beyond it is mostly never drawn. A
-    dynamic width (`threshold`) depends on the forest's mass, and is given the whole forest.
+    The target's own support ends at top-p; what the draft puts beyond it is mostly never drawn. The
+    paper's dynamic width depends on the forest's mass, and is given the whole forest.
     """
-    dynamic = settings.threshold is not None and settings.min_width < settings.width
+    dynamic = isinstance(width_rule_of(settings), ThresholdWidth)
     greedy = settings.deterministic or processor_of(settings).greedy
     if greedy or dynamic or settings.method != "dsbd" or settings.verify != "cover":
         return 1.0
@@ -88,17 +97,14 @@ def demand_of(settings: Settings, drafts: bool) -> Demand:
     why_not_pipelined = why_not_captured = ""
     if not plain and (settings.method != "dsbd" or settings.verify != "cover"):
         why_not_pipelined = "only the rule cover can run ahead of the host"
-    if settings.method == "dsbd":
-        if width_rule(width, settings.min_width, settings.threshold) is not None:
-            why_not_pipelined = "the width is dynamic"
-        if settings.kv == "one":
-            why_not_pipelined = "one beam is kept"
+    if settings.method == "dsbd" and settings.kv == "one":
+        why_not_pipelined = "one beam is kept"
+    if isinstance(width_rule_of(settings), ThresholdWidth):
+        why_not_pipelined = "the width is dynamic"
     if settings.deterministic:
         why_not_pipelined = "the host decides the deterministic mode"
-    if draws_distinct(settings):
-        why_not_pipelined = why_not_pipelined or "draws are distinct"
-        if not takes_most_probable(settings):
-            why_not_captured = "the host drafts distinct draws"
+    if draws_distinct(settings) and not takes_most_probable(settings):
+        why_not_captured = "the host drafts distinct draws"
     if plain or settings.method == "specinfer":
         why_not_captured = "nothing is drafted" if plain else "the host drafts token trees"
     return Demand(
@@ -107,6 +113,7 @@ def demand_of(settings: Settings, drafts: bool) -> Demand:
         gamma=0 if plain else settings.gamma,
         processor=processor_of(settings),
         draft_processor=None if takes_most_probable(settings) else draft_processor(settings),
+        distinct=draws_distinct(settings),
         why_not_pipelined=why_not_pipelined,
         why_not_captured=why_not_captured,
     )
@@ -133,9 +140,6 @@ def start(
     gamma = settings.gamma
     proposer: Proposer | None = None
     draft_length: DraftLength | None = None
-    dynamic: ThresholdWidth | None = None
-    if settings.method == "dsbd" and not settings.deterministic:
-        dynamic = width_rule(width, settings.min_width, settings.threshold)
     kv_one = settings.kv == "one" and settings.method == "dsbd"
     if draft is not None and settings.method == "specinfer":
         expansion = settings.tree or DEFAULT_TREE
@@ -167,7 +171,7 @@ def start(
         gamma=gamma,
         target=target,
         distinct=draws_distinct(settings),
-        dynamic_width=dynamic,
+        dynamic_width=width_rule_of(settings),
         proposer=proposer,
         kv_one=kv_one,
         draft_length=draft_length,
