@@ -52,7 +52,10 @@ class DraftedLayer(NamedTuple):
 
 
 class SampledLayer(NamedTuple):
-    """One layer that the target drew, on the host (`layout.VerifiedFields`); `held` and `finite` are bool."""
+    """One layer that the target drew, on the host (`layout.VerifiedFields`): by draw, [W_L], but `finite`.
+
+    `held` and `finite` are bool.
+    """
 
     parent: np.ndarray
     token: np.ndarray
@@ -76,6 +79,7 @@ class Sent:
         space: reserved for this iteration.
         uniforms: float64 [window, W], the first row for draws below tokens at `origin`.
         temperature, top_p: of T.
+        mass, min_width: which layers are narrower than W (`law.width.DistinctWidth`).
         state: int64 [state_size], the beams to start from (`CoverIteration.state_of`); None: those that
             the last iteration left.
     """
@@ -85,6 +89,8 @@ class Sent:
     origin: int
     temperature: float
     top_p: float
+    mass: float
+    min_width: int
     state: np.ndarray | None
 
 
@@ -98,14 +104,16 @@ class CoverIteration:
         greedy, support: temperature 0 and its like; entries of the joint that T looks at (top-k).
         eos_ids: draws of these are finished.
         clock: the target's.
+        distinct: a layer's draws are distinct.
     """
 
     def __init__(
         self, target: Side, draft: Side | None, law: DeviceLaw, layout: CoverLayout, greedy: bool, support: int,
-        eos_ids: Sequence[int], device: torch.device, clock: OverlapClock,
+        eos_ids: Sequence[int], device: torch.device, clock: OverlapClock, distinct: bool = False,
     ) -> None:  # fmt: skip
         self.target, self.draft, self.law, self.layout = target, draft, law, layout
         self._greedy, self._support, self._device = greedy, support, device
+        self._distinct = distinct
         self._eos = torch.tensor(eos_ids, dtype=torch.long, device=device)
         # Two in flight: one that the host waits for and the one behind it.
         self.captures = Captures(device, clock, turns=2)
@@ -144,7 +152,7 @@ class CoverIteration:
             key = self._key()
             if key not in self.captures:
                 uniforms = np.zeros((layout.window, layout.width))
-                sent = [Sent(space, uniforms, 0, 1.0, 1.0, None) for space in spaces]
+                sent = [Sent(space, uniforms, 0, 1.0, 1.0, 1.0, layout.width, None) for space in spaces]
                 self.captures.run(key, self._packed(sent), lambda request: self._steps(request, *key))
         finally:
             for space in spaces:
@@ -188,7 +196,11 @@ class CoverIteration:
         parent, token, logp = whole(verified.parent), whole(verified.token), real(verified.logp)
         held, finite = whole(verified.held) > 0, whole(verified.finite) > 0
         count = int(row[verified.layers.at][0])
-        sampled = [SampledLayer(parent[i], token[i], logp[i], held[i], finite[i]) for i in range(count)]
+        widths = (parent >= 0).sum(1).tolist()
+        sampled = [
+            SampledLayer(parent[i, :n], token[i, :n], logp[i, :n], held[i, :n], finite[i])
+            for i, n in enumerate(widths[:count])
+        ]
         return Outcome(drafted, sampled)
 
     def state_of(
@@ -226,6 +238,8 @@ class CoverIteration:
             row[fields.origin.at] = request.origin
             row[fields.temperature.at].view(np.float64)[:] = request.temperature
             row[fields.top_p.at].view(np.float64)[:] = request.top_p
+            row[fields.mass.at].view(np.float64)[:] = request.mass
+            row[fields.min_width.at] = request.min_width
             row[fields.uniforms.at].view(np.float64)[:] = request.uniforms.ravel()
         return torch.from_numpy(block)
 
@@ -268,7 +282,7 @@ class CoverIteration:
         logits = forward(self.target, nodes, sent.used.of(request)[0], sees)
         self.law.verify(
             self.law.pack(self.target, logits), state, self._after, request, outcome, layout, self._eos,
-            self._greedy, self._support,
+            self._greedy, self._support, self._distinct,
         )  # fmt: skip
         return [outcome]
 

@@ -77,6 +77,8 @@ class CoverRequestFields(NamedTuple):
         used, draft_used: [1], KV length of either pool.
         origin: [1], the position below whose tokens the first uniforms draw.
         temperature, top_p: float64 [1].
+        mass, min_width: float64 and int64 [1], a layer has as many draws as continuations hold that mass
+            of p, at least min_width; min_width W: W draws in every layer.
         uniforms: float64 [window, W].
     """
 
@@ -89,6 +91,8 @@ class CoverRequestFields(NamedTuple):
     origin: Field
     temperature: Field
     top_p: Field
+    mass: Field
+    min_width: Field
     uniforms: Field
 
 
@@ -120,7 +124,8 @@ class VerifiedFields(NamedTuple):
     """The layers that the target drew, [gamma + 1, W] each.
 
     Attributes:
-        parent: place among the draws above (for the first layer: among the beams).
+        parent: place among the draws above (for the first layer: among the beams); -1 where there is no
+            draw, behind all others: the layer is narrower.
         token: of the draw. logp: float64, its raw log-probability.
         held: 1 if the draw lies in the forest.
         finite: by place above, 1 where its target logits are numbers.
@@ -181,7 +186,7 @@ class CoverLayout:
         state_fields = StateFields._make([*(state(width) for _ in range(7)), state(1), state(1)])
         request_fields = CoverRequestFields._make(
             [request(nodes), request(nodes), request(draft_nodes), request(draft_nodes)]
-            + [request(1) for _ in range(5)]
+            + [request(1) for _ in range(7)]
             + [request(window, width)]
         )
         forest = _forest(outcome, width, draft_width, gamma, None)

@@ -26,6 +26,7 @@ from dsbd_cli.decoding.device.iteration import (
 from dsbd_cli.decoding.forward.capture import InFlight
 from dsbd_cli.decoding.forward.outcomes import CannotCapture, OutOfMemory
 from dsbd_cli.decoding.law.distribution import LogitsProcessor, Sampler, SeededSampler
+from dsbd_cli.decoding.law.width import DistinctWidth
 from dsbd_cli.decoding.model.hf_model import HfTreeModel
 from dsbd_cli.decoding.model.protocol import Commit
 from dsbd_cli.decoding.tree.request import Request
@@ -36,16 +37,24 @@ _BLOCK = 64
 
 
 class _Uniforms:
-    """A request's uniforms while iterations are in flight: looked at by launches, used by committed layers.
+    """What a request draws with: uniforms, looked at by launches and used by committed layers, and T.
 
     The sampler itself moves on in blocks, and to where it belongs by `settle`.
 
     Attributes:
         temperature, top_p: what they are drawn under.
+        mass, min_width: how many draws a layer has (`layout.CoverRequestFields`).
     """
 
-    def __init__(self, sampler: SeededSampler, width: int, processor: LogitsProcessor) -> None:
+    def __init__(
+        self,
+        sampler: SeededSampler,
+        width: int,
+        processor: LogitsProcessor,
+        rule: DistinctWidth | None = None,
+    ) -> None:
         self.temperature, self.top_p = processor.temperature, processor.enough
+        self.mass, self.min_width = (1.0, width) if rule is None else (rule.enough, rule.min_width)
         self._sampler, self._width = sampler, width
         self._block = np.zeros((0, width))
         self._used = 0
@@ -144,7 +153,8 @@ class Pipeline:
         if not self._usable or not all(self._ready(request) for request in requests):
             return False
         self._uniforms = [
-            _Uniforms(_seeded(request.sampler), request.width, request.processor) for request in requests
+            _Uniforms(_seeded(request.sampler), request.width, request.processor, _rule(request))
+            for request in requests
         ]
         states = [self._state_of(request) for request in requests]
         if not self._launch(requests, states):
@@ -269,7 +279,12 @@ class Pipeline:
                 spaces.append(self._iteration.reserve())
                 origin = self._target.pool.position(request.hypotheses.active[0])
                 ahead = uniforms.ahead(self._iteration.layout.window)
-                sent.append(Sent(spaces[-1], ahead, origin, uniforms.temperature, uniforms.top_p, state))
+                sent.append(
+                    Sent(
+                        spaces[-1], ahead, origin, uniforms.temperature, uniforms.top_p, uniforms.mass,
+                        uniforms.min_width, state,
+                    )
+                )  # fmt: skip
             flight = self._iteration.launch(sent)
         except (CannotCapture, OutOfMemory) as error:
             for space in spaces:
@@ -370,6 +385,12 @@ class Pipeline:
             if place < end:
                 places[node] = layout.width + place
         self._draft.pool.commit(part.space.draft, places)
+
+
+def _rule(request: Request) -> DistinctWidth | None:
+    """What p alone says of a layer's width; None: W."""
+    rule = request.dynamic_width
+    return rule if isinstance(rule, DistinctWidth) else None
 
 
 def _seeded(sampler: Sampler) -> SeededSampler:
