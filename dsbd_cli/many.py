@@ -27,10 +27,10 @@ from dsbd_cli.decoding import (
     Turn,
     demand_of,
     draft_processor,
+    forest_is_free,
     loop_of,
     most_nodes,
     start,
-    takes_most_probable,
     top_n_needed,
 )
 from dsbd_cli.errors import UserError
@@ -150,8 +150,7 @@ class _Member(Generation):
             self.settings, self.target, self.draft, self.trie, *samplers, self.seat, prices=self.prices()
         )
         # Elsewhere the text depends on the forest, and must not depend on who shares it.
-        free = takes_most_probable(self.settings) and self.run.dynamic_width is None
-        self._requests = requests if free else lambda: 1
+        self._requests = requests if forest_is_free(self.settings) else lambda: 1
         self._loop = loop_of(self.run, self.settings) if self.budget > 0 else iter(())
 
     def advance(self) -> None:
@@ -295,7 +294,7 @@ class Batch:
                     index += 1
             if self._waiting is not None and (member := self._admit(*self._waiting)) is not None:
                 joined.append(member)
-            yield from self._refused()
+            yield from self._refused(bool(joined))
             self._prefill(joined)
             for member in self._round():
                 result = member.result(member.run)
@@ -344,12 +343,12 @@ class Batch:
         member.trie, member.seed = probe.trie, probe.seed
         return member
 
-    def _refused(self) -> Iterator[Answer]:
+    def _refused(self, joined: bool) -> Iterator[Answer]:
         """A prompt that has to wait though nobody is under way would wait for ever."""
         if self._waiting is None:
             return
         index, plan = self._waiting
-        if self._running() == 0:
+        if self._running() == 0 and not joined:
             self._waiting = None
             slots = most_nodes(plan.settings, len(plan.ids), plan.budget)
             yield Answer(index, None, UserError(
@@ -446,7 +445,8 @@ class Batch:
         prices = self.decoder.prices.captured(settings, lambda: measure_captured(target, draft, top_n))
         if prices is None:
             return demand
-        known = Acceptance.assumed(distinct_beams(demand.width), demand.gamma, demand.draft_width)
+        beams = distinct_beams(demand.width, without_replacement=demand.distinct)
+        known = Acceptance.assumed(beams, demand.gamma, demand.draft_width)
         shape = best_iteration(
             prices, known, requests=self.size, width=demand.width, max_gamma=demand.gamma,
             max_draft_width=demand.draft_width, host_ms=_HOST_MS,

@@ -13,6 +13,8 @@ from dsbd_cli.errors import UserError
 
 METHODS = ("dsbd", "beam", "speculative", "specinfer", "multinomial")
 VERIFY_RULES = ("paper", "continue", "cover")
+DRAWS = ("iid", "distinct")
+WIDTH_RULES = ("auto", "paper", "distinct")
 EARLY_STOPPING = ("first", "heuristic", "never")
 KV_MODES = ("all", "one")
 FORESTS = ("adaptive", "full")
@@ -21,13 +23,14 @@ ONE_BEAM_METHODS = ("multinomial", "speculative", "specinfer")
 DEFAULT_TREE = (2, 2, 1)
 NONE = ("none", "null")  # how a number that may be absent is said to be so, in text
 MOST = 4096  # of anything that takes memory for each of them
-_CHOICES = {"method": METHODS, "verify": VERIFY_RULES, "early_stopping": EARLY_STOPPING, "kv": KV_MODES,
-            "forest": FORESTS}  # fmt: skip
+_CHOICES = {"method": METHODS, "verify": VERIFY_RULES, "draws": DRAWS, "width_rule": WIDTH_RULES,
+            "early_stopping": EARLY_STOPPING,
+            "kv": KV_MODES, "forest": FORESTS}  # fmt: skip
 _AT_LEAST = {"width": 1, "draft_width": 1, "gamma": 0, "min_width": 1, "top_k": 0, "max_new_tokens": 0,
              "num_return": 1}  # fmt: skip
 _LIMITED = ("width", "draft_width", "gamma")
 # Temperature has no meaning in the deterministic mode, nor has anything that acts through it.
-SAMPLING_ONLY = ("temperature", "top_k", "top_p", "threshold", "kv")
+SAMPLING_ONLY = ("temperature", "top_k", "top_p", "draws", "threshold", "width_rule", "kv")
 
 
 class _Default(int):
@@ -44,7 +47,11 @@ class Settings:
         draft_width: W_S, draws (or, for `cover`, distinct continuations) per drafted layer.
         gamma: drafted layers per target call, >= 0.
         verify: `paper`, `continue` or `cover` (docs/design.md section 3).
+        draws: `iid`, or `distinct`: without replacement, so that W draws are W beams (docs/design.md section 1).
         threshold: t of the dynamic width in (0, 1], or None for a fixed width (docs/design.md section 4).
+        width_rule: what t is compared with: `paper` (the probability that a width needs no further target call),
+            `distinct` (the target's mass on that many continuations), or `auto`: `distinct` for distinct draws,
+            else `paper`.
         min_width: W_min, 1 <= W_min <= width; 2 where nothing is given, and 1 beside width 1.
         forest: `adaptive`: where the host drafts, as many layers and nodes as recently paid, gamma and W_S at
             most, down to none; `full`: always gamma layers of W_S (a GPU drafts them anyway).
@@ -71,7 +78,9 @@ class Settings:
     draft_width: int = 8
     gamma: int = 4
     verify: str = "cover"
+    draws: str = "iid"
     threshold: float | None = None
+    width_rule: str = "auto"
     min_width: int = _Default(2)
     forest: str = "adaptive"
     prices: str = "auto"
@@ -104,6 +113,8 @@ class Settings:
         beams = 1 if self.method in ONE_BEAM_METHODS else self.width
         if self.num_return > beams:
             raise UserError(f"num-return {self.num_return} is more than the {beams} beam(s) of this run")
+        if self.draws == "distinct" and self.width_rule == "paper" and self.threshold is not None:
+            raise UserError("width-rule paper counts iid draws: beside draws distinct, leave it out")
         if self.deterministic:
             if self.method in ONE_BEAM_METHODS:
                 raise UserError(f"deterministic works with beam and dsbd, not with {self.method}")
@@ -134,6 +145,8 @@ class Settings:
                 if name in given:
                     raise UserError(f"{_option(name)} has no meaning beside deterministic: leave it out")
                 base[name] = DEFAULTS[name]
+        if given.get("draws") == "distinct" and "width_rule" not in given:
+            base["width_rule"] = DEFAULTS["width_rule"]
         result = base | given
         width = _typed("width", result["width"])
         if "min_width" not in given and base["min_width"] > width >= 1:

@@ -56,7 +56,19 @@ PARAMETERS = [
     ),
     _option(Int, "--gamma", help="Layers drafted per target call.", panel=DECODING),
     _option(Text, "--verify", help="paper, continue or cover; all give the same law.", panel=DECODING),
+    _option(
+        Text,
+        "--draws",
+        help="iid, or distinct: draws without replacement, so that W draws are W beams.",
+        panel=DECODING,
+    ),
     _option(Text, "--threshold", help="t of the dynamic width, or none for a fixed width.", panel=DECODING),
+    _option(
+        Text,
+        "--width-rule",
+        help="What t bounds: paper, the chance to pass; distinct, the mass of so many beams; auto is the draws' own.",
+        panel=DECODING,
+    ),
     _option(Int, "--min-width", help="W_min: the dynamic width never goes below.", panel=DECODING),
     _option(
         Text,

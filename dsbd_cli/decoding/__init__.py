@@ -33,10 +33,10 @@ if TYPE_CHECKING:
     from dsbd_cli.decoding.methods.setup import decode as decode
     from dsbd_cli.decoding.methods.setup import demand_of as demand_of
     from dsbd_cli.decoding.methods.setup import draft_processor as draft_processor
+    from dsbd_cli.decoding.methods.setup import forest_is_free as forest_is_free
     from dsbd_cli.decoding.methods.setup import loop_of as loop_of
     from dsbd_cli.decoding.methods.setup import most_nodes as most_nodes
     from dsbd_cli.decoding.methods.setup import start as start
-    from dsbd_cli.decoding.methods.setup import takes_most_probable as takes_most_probable
     from dsbd_cli.decoding.methods.setup import top_n_needed as top_n_needed
     from dsbd_cli.decoding.model.hf_model import HfTreeModel as HfTreeModel
     from dsbd_cli.decoding.model.path_model import PathModel as PathModel
@@ -74,7 +74,7 @@ _ROOMS = {
         "loop_of",
         "most_nodes",
         "start",
-        "takes_most_probable",
+        "forest_is_free",
         "top_n_needed",
     ),
     "model.hf_model": ("HfTreeModel",),

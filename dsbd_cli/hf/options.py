@@ -89,7 +89,11 @@ def read_options(
         settings = Settings(**given | {"temperature": 0.0})
     else:
         # Nothing acts through T in beam search; the defaults of those settings are what it takes.
-        plain = {name: value for name, value in given.items() if name not in ("threshold", "kv")}
+        plain = {
+            name: value
+            for name, value in given.items()
+            if name not in ("draws", "threshold", "width_rule", "kv")
+        }
         settings = Settings(**plain, deterministic=True)
     return Options(settings, eos_ids, copies, max(beams, copies))
 

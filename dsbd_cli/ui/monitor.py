@@ -182,6 +182,8 @@ def describe(settings: Any) -> str:
         parts.append("deterministic")
     if settings.method in ("dsbd", "beam"):
         parts.append(f"W {settings.width}")
+    if settings.method in ("dsbd", "beam") and settings.draws != "iid":
+        parts.append(settings.draws)
     if settings.method == "dsbd":
         parts.append(f"W_S {settings.draft_width}")
     if settings.method in ("dsbd", "speculative"):

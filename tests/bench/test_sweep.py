@@ -54,8 +54,8 @@ IMPOSSIBLE = [("temperature", "nan"), ("temperature", "inf"), ("temperature", "-
               ("top_p", "-0.1"), ("top_k", "-1"), ("width", "0"), ("width", "5000"), ("draft_width", "0"),
               ("gamma", "-1"), ("min_width", "0"), ("threshold", "nan"), ("threshold", "0"), ("threshold", "inf"),
               ("length_penalty", "nan"), ("length_penalty", "99"), ("max_new_tokens", "-1"), ("verify", "papr"),
-              ("kv", "two"), ("forest", "wood"), ("prices", "dear"), ("early_stopping", "soon"), ("tree", "0"),
-              ("tree", "99x99")]  # fmt: skip
+              ("draws", "idd"), ("width_rule", "papr"), ("kv", "two"), ("forest", "wood"), ("prices", "dear"),
+              ("early_stopping", "soon"), ("tree", "0"), ("tree", "99x99")]  # fmt: skip
 
 
 @pytest.mark.parametrize(("name", "value"), IMPOSSIBLE)
@@ -67,6 +67,8 @@ def test_an_impossible_value_is_refused_like_the_single_option(name, value):
     good = {
         "tree": "2x1",
         "verify": "paper",
+        "draws": "distinct",
+        "width_rule": "paper",
         "kv": "one",
         "forest": "full",
         "prices": "off",

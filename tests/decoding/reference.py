@@ -75,6 +75,29 @@ def p_beam(law: PathLaw, active: Sequence[Path], t: T) -> dict[Path, float]:
     return {(*active[i], token): share for (i, token), share in warped(triples, t).items()}
 
 
+def layer_law(draw: dict[Path, float], width: int, distinct: bool) -> dict[Paths, float]:
+    """The law of a layer's draws, in order: iid, or each among what was not drawn before it."""
+    if not distinct:
+        return {
+            slots: math.prod(draw[path] for path in slots) for slots in itertools.product(draw, repeat=width)
+        }
+    law: dict[Paths, float] = {}
+    for slots in itertools.permutations(draw, min(width, len(draw))):
+        share = 1.0
+        for i, path in enumerate(slots):
+            share *= draw[path] / math.fsum(mass for other, mass in draw.items() if other not in slots[:i])
+        law[slots] = share
+    return law
+
+
+def holding(draw: dict[Path, float], t: float) -> int:
+    """How many continuations hold t of the mass, the likeliest first."""
+    ranked = sorted(draw.values(), reverse=True)
+    return next(
+        n for n in range(1, len(ranked) + 1) if math.fsum(ranked[:n]) >= t - 1e-12 or n == len(ranked)
+    )
+
+
 def set_process(
     law: PathLaw,
     width: int,
@@ -83,8 +106,14 @@ def set_process(
     budget: int,
     early_stopping: str = "heuristic",
     alpha: float = 1.0,
+    distinct: bool = False,
+    by_mass: tuple[int, float] | None = None,
 ) -> dict[Outcome, float]:
-    """Beam sampling as a process of sets: the law over whole runs."""
+    """Beam sampling as a process of sets: the law over whole runs.
+
+    Args:
+        by_mass: (W_min, t): a layer has as many draws as the likeliest continuations that hold t of p.
+    """
     done: dict[Outcome, float] = defaultdict(float)
     # The active set keeps the order of its first draws: ties under T go to the earlier parent.
     open_: dict[tuple[tuple[frozenset[Path], ...], frozenset[Path], Paths], float]
@@ -109,11 +138,11 @@ def set_process(
         following = defaultdict(float)
         for (history, pool, active), mass in open_.items():
             draw = p_beam(law, active, t)
-            for drawn in itertools.product(draw, repeat=width):
+            wide = width if by_mass is None else min(width, max(by_mass[0], holding(draw, by_mass[1])))
+            for drawn, share in layer_law(draw, wide, distinct).items():
                 layer = tuple(dict.fromkeys(drawn))
                 ended = {path for path in layer if path[-1] in eos or len(path) >= budget}
                 going = tuple(path for path in layer if path not in ended)
-                share = math.prod(draw[path] for path in drawn)
                 following[(*history, frozenset(layer)), pool | ended, going] += mass * share
         open_ = {}
         for (history, pool, active), mass in following.items():

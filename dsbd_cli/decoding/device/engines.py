@@ -107,7 +107,7 @@ class Engines:
         if min(limits, default=gamma + 2) < gamma + 2:
             return None, "a context is shorter than the positions that a capture runs through"
         ours, theirs = target.side(), None if draft is None else draft.side()
-        greedy, support = demand.processor.greedy, demand.processor.top_n
+        greedy, support, distinct = demand.processor.greedy, demand.processor.top_n, demand.distinct
         sizes = 1, demand.width, draft_width, gamma
         layout = CoverLayout.of(*sizes)
 
@@ -118,10 +118,10 @@ class Engines:
                 if law.takes(layout, ours.top_n, theirs.top_n if theirs else 0)
             )
             return CoverIteration(
-                ours, theirs, law, layout, greedy, support, eos, target.device, target.clock
+                ours, theirs, law, layout, greedy, support, eos, target.device, target.clock, distinct
             )
 
-        iteration = self._kept(("pipelined", ours, theirs, *sizes, greedy, support, eos), make)
+        iteration = self._kept(("pipelined", ours, theirs, *sizes, greedy, support, eos, distinct), make)
         if reason := self._prepared(iteration, key):
             return None, reason
         stopped = self._stopped(key)

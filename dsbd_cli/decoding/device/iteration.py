@@ -75,7 +75,10 @@ class DraftedLayer(NamedTuple):
 
 
 class SampledLayer(NamedTuple):
-    """One layer that the target drew, on the host (`layout.VerifiedFields`); `held` and `finite` are bool."""
+    """One layer that the target drew, on the host (`layout.VerifiedFields`): by draw, [W_L], but `finite`.
+
+    `held` and `finite` are bool.
+    """
 
     parent: np.ndarray
     token: np.ndarray
@@ -99,6 +102,7 @@ class Sent:
         space: reserved for this iteration.
         uniforms: float64 [window, W], the first row for draws below tokens at `origin`.
         temperature, top_p: of T.
+        mass, min_width: which layers are narrower than W (`law.width.DistinctWidth`).
         state: int64 [state_size], the beams to start from (`CoverIteration.state_of`); None: those that
             its last iteration left.
     """
@@ -108,6 +112,8 @@ class Sent:
     origin: int
     temperature: float
     top_p: float
+    mass: float
+    min_width: int
     state: np.ndarray | None
 
 
@@ -121,14 +127,16 @@ class CoverIteration:
         greedy, support: temperature 0 and its like; entries of the joint that T looks at (top-k).
         eos_ids: draws of these are finished.
         clock: the target's.
+        distinct: a layer's draws are distinct.
     """
 
     def __init__(
         self, target: Side, draft: Side | None, law: DeviceLaw, layout: CoverLayout, greedy: bool, support: int,
-        eos_ids: Sequence[int], device: torch.device, clock: OverlapClock,
+        eos_ids: Sequence[int], device: torch.device, clock: OverlapClock, distinct: bool = False,
     ) -> None:  # fmt: skip
         self.target, self.draft, self.law, self.layout = target, draft, law, layout
         self._greedy, self._support, self._device = greedy, support, device
+        self._distinct = distinct
         self._eos = torch.tensor(eos_ids, dtype=torch.long, device=device)
         # Two in flight: one that the host waits for and the one behind it.
         self.captures = Captures(device, clock, turns=2)
@@ -187,7 +195,11 @@ class CoverIteration:
         parent, token, logp = whole(verified.parent), whole(verified.token), real(verified.logp)
         held, finite = whole(verified.held) > 0, whole(verified.finite) > 0
         count = int(row[verified.layers.at][0])
-        sampled = [SampledLayer(parent[i], token[i], logp[i], held[i], finite[i]) for i in range(count)]
+        widths = (parent >= 0).sum(1).tolist()
+        sampled = [
+            SampledLayer(parent[i, :n], token[i, :n], logp[i, :n], held[i, :n], finite[i])
+            for i, n in enumerate(widths[:count])
+        ]
         return Outcome(drafted, sampled)
 
     def state_of(
@@ -235,6 +247,8 @@ class CoverIteration:
             row[fields.origin.at] = request.origin
             row[fields.temperature.at].view(np.float64)[:] = request.temperature
             row[fields.top_p.at].view(np.float64)[:] = request.top_p
+            row[fields.mass.at].view(np.float64)[:] = request.mass
+            row[fields.min_width.at] = request.min_width
             row[fields.uniforms.at].view(np.float64)[:] = request.uniforms.ravel()
         return torch.from_numpy(block)
 
@@ -244,8 +258,9 @@ class CoverIteration:
         row = np.zeros(self.layout.request_size, dtype=np.int64)
         row[fields.used.at] = row[fields.draft_used.at] = row[fields.fresh.at] = 1
         row[fields.start.at] = self.state_of([0], [0.0], [0], [0], 1)
-        for field in (fields.temperature, fields.top_p):
+        for field in (fields.temperature, fields.top_p, fields.mass):
             row[field.at].view(np.float64)[:] = 1.0
+        row[fields.min_width.at] = self.layout.width
         return row
 
     def _key(self, spaces: Sequence[Space]) -> tuple[int, ...]:
@@ -296,7 +311,7 @@ class CoverIteration:
         )
         self.law.verify(
             self.law.pack(self.target, logits), state, self._after, request, outcome, layout, self._eos,
-            self._greedy, self._support,
+            self._greedy, self._support, self._distinct,
         )  # fmt: skip
         return [outcome]
 

@@ -69,7 +69,7 @@ class DeviceLaw(Protocol):
 
     def verify(
         self, best: Tensor, state: Tensor, after: Tensor, request: Tensor, outcome: Tensor, layout: CoverLayout,
-        eos: Tensor, greedy: bool, support: int,
+        eos: Tensor, greedy: bool, support: int, distinct: bool = False,
     ) -> None:  # fmt: skip
         """Draw layers from the target's joint for as long as the forest holds every live draw (`cover`).
 
@@ -80,4 +80,5 @@ class DeviceLaw(Protocol):
             outcome: its forest is read, its verified layers are written.
             greedy: temperature 0 and its like: the one most probable continuation.
             support: entries of the joint that T looks at (top-k).
+            distinct: a layer's draws are distinct, as far as there are continuations; else iid.
         """

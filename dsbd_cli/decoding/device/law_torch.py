@@ -24,6 +24,7 @@ class Drafted(NamedTuple):
         parent, token: int64 [M]; logp, prob: float64 [M]; prob 0: outside the support.
         draws: int64 [W], indices into the support.
         scores: float64 [W], log weight of each draw as a parent; -inf where it has been drawn before.
+        there: bool [W], False behind the last draw of a layer that has fewer.
     """
 
     parent: Tensor
@@ -32,6 +33,7 @@ class Drafted(NamedTuple):
     prob: Tensor
     draws: Tensor
     scores: Tensor
+    there: Tensor
 
 
 class Best(NamedTuple):
@@ -50,9 +52,10 @@ def unpacked(packed: Tensor) -> Best:
 
 def draft_layer(
     scores: Tensor, tokens: Tensor, logps: Tensor, greedy: bool, support: int, temperature: Tensor,
-    top_p: Tensor, uniforms: Tensor,
+    top_p: Tensor, uniforms: Tensor, distinct: bool = False, mass: Tensor | None = None,
+    min_width: Tensor | None = None,
 ) -> Drafted:  # fmt: skip
-    """W iid draws of the processed joint, one per uniform.
+    """W draws of the processed joint (or fewer), one per uniform.
 
     Args:
         scores: float64 [I], log weights of the parents; -inf for what is none.
@@ -60,6 +63,8 @@ def draft_layer(
         greedy: the most probable only. support: entries that T looks at (top-k).
         temperature, top_p: float64 [1].
         uniforms: float64 [W].
+        distinct: draws without replacement, as far as there are continuations; else iid.
+        mass, min_width: float64 and int64 [1], see `layout.CoverRequestFields`; None: W draws.
     """
     size = 1 if greedy else min(support, tokens.numel())
     parent, token, logp, weight = _head(scores, tokens, logps, size)
@@ -71,16 +76,38 @@ def draft_layer(
         reached = (torch.cumsum(prob, 0)[:-1] >= top_p) & (top_p < 1)
         prob = torch.cat([prob[:1], prob[1:].masked_fill(reached, 0.0)])
         prob = prob / prob.sum()
+    count = torch.full((1,), len(uniforms), device=prob.device)
+    if mass is not None and min_width is not None:
+        # Those whose mass is needed: what is before them has not reached it. (Heaviest first, here.)
+        before = torch.cumsum(prob, 0) - prob
+        needed = ((before < mass) & (prob > 0)).sum(0, keepdim=True)
+        count = torch.minimum(torch.maximum(needed, min_width), count)
     order = torch.argsort((parent << 32) | token)
     parent, token, logp, prob, weight = (x[order] for x in (parent, token, logp, prob, weight))
-    cumulative = torch.cumsum(prob, 0)
+    there = torch.arange(len(uniforms), device=prob.device) < count
+    if distinct:
+        left, drawn = prob, []
+        for i in range(len(uniforms)):
+            drawn.append(_draws(left, uniforms[i : i + 1]))
+            there[i] &= left.sum() > 0
+            left = left.scatter(0, drawn[i], 0.0)
+        draws = torch.cat(drawn)
+    else:
+        draws = _draws(prob, uniforms)
+    again = (draws[:, None] == draws[None, :]).tril(-1).any(1)
+    return Drafted(
+        parent, token, logp, prob, draws, weight[draws].masked_fill(again | ~there, -torch.inf), there
+    )
+
+
+def _draws(weights: Tensor, uniforms: Tensor) -> Tensor:
+    """iid draws of weights [M], int64 like the uniforms."""
+    cumulative = torch.cumsum(weights, 0)
     draws = torch.searchsorted(cumulative, uniforms * cumulative[-1], right=True)
     # The product can round up to the full sum; the last entry with mass takes that sliver.
     last = torch.searchsorted(cumulative, cumulative[-1:])
     # (Without any parent all is NaN: the host cuts the forest here, the indices must only be some.)
-    draws = torch.minimum(draws, last).clamp(max=size - 1)
-    again = (draws[:, None] == draws[None, :]).tril(-1).any(1)
-    return Drafted(parent, token, logp, prob, draws, weight[draws].masked_fill(again, -torch.inf))
+    return torch.minimum(draws, last).clamp(max=len(weights) - 1)
 
 
 def best_layer(scores: Tensor, tokens: Tensor, logps: Tensor, width: int) -> Drafted:
@@ -89,7 +116,7 @@ def best_layer(scores: Tensor, tokens: Tensor, logps: Tensor, width: int) -> Dra
     parent, token, logp, weight = _head(scores, tokens, logps, width)
     prob = torch.softmax(weight, 0)
     everyone = torch.arange(width, device=scores.device)
-    return Drafted(parent, token, logp, prob, everyone, weight)
+    return Drafted(parent, token, logp, prob, everyone, weight, torch.ones_like(everyone, dtype=torch.bool))
 
 
 def _head(scores: Tensor, tokens: Tensor, logps: Tensor, size: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -190,7 +217,7 @@ class TorchLaw:
 
     def verify(
         self, best: Tensor, state: Tensor, after: Tensor, request: Tensor, outcome: Tensor, layout: CoverLayout,
-        eos: Tensor, greedy: bool, support: int,
+        eos: Tensor, greedy: bool, support: int, distinct: bool = False,
     ) -> None:  # fmt: skip
         entries = unpacked(best)
         for r in range(layout.requests):
@@ -198,19 +225,22 @@ class TorchLaw:
             one = slice(r, r + 1)
             self._verify(
                 Best(*(part[own] for part in entries)), state[one], after[one], request[one], outcome[one],
-                layout, eos, greedy, support,
+                layout, eos, greedy, support, distinct,
             )  # fmt: skip
 
     def _verify(
         self, best: Best, state: Tensor, after: Tensor, request: Tensor, outcome: Tensor, layout: CoverLayout,
-        eos: Tensor, greedy: bool, support: int,
+        eos: Tensor, greedy: bool, support: int, distinct: bool,
     ) -> None:  # fmt: skip
         width, draft_width, gamma, device = layout.width, layout.draft_width, layout.gamma, state.device
         now, sent, forest, verified = layout.state, layout.request, layout.forest, layout.verified
         position = now.position.of(state)[0]
         offset = (position - sent.origin.of(request)[0]) + torch.arange(gamma + 1, device=device)
         uniforms = sent.uniforms.of(request, torch.float64)[0][offset.clamp(0, layout.window - 1)]
-        temperature, top_p = (x.of(request, torch.float64)[0] for x in (sent.temperature, sent.top_p))
+        temperature, top_p, mass = (
+            x.of(request, torch.float64)[0] for x in (sent.temperature, sent.top_p, sent.mass)
+        )
+        min_width = sent.min_width.of(request)[0]
         parents, tokens = forest.parent.of(outcome)[0], forest.token.of(outcome)[0]
         weights = forest.weight.of(outcome, torch.float64)[0]
         # Of each node of the forest, its parent's place among all nodes.
@@ -223,7 +253,17 @@ class TorchLaw:
         token, node, weight_after = now.token.of(state)[0], at, score
         for depth in range(gamma + 1):
             drawn = draft_layer(
-                score, best.ids[at], best.logps[at], greedy, support, temperature, top_p, uniforms[depth]
+                score,
+                best.ids[at],
+                best.logps[at],
+                greedy,
+                support,
+                temperature,
+                top_p,
+                uniforms[depth],
+                distinct,
+                mass,
+                min_width,
             )
             parent, new = drawn.parent[drawn.draws], drawn.token[drawn.draws]
             weight = drawn.scores.masked_fill(torch.isin(new, eos), -torch.inf)
@@ -235,7 +275,7 @@ class TorchLaw:
                 same = (from_node[:, None] == above[depth]) & (new[:, None] == tokens[depth]) & alive
                 held = same.any(1)
                 place = torch.where(held, width + depth * draft_width + same.int().argmax(1), 0)
-            verified.parent.of(outcome)[0, depth] = parent
+            verified.parent.of(outcome)[0, depth] = torch.where(drawn.there, parent, -1)
             verified.token.of(outcome)[0, depth] = new
             verified.logp.of(outcome, torch.float64)[0, depth] = drawn.logp[drawn.draws]
             verified.held.of(outcome)[0, depth] = held.long()

@@ -228,12 +228,12 @@ def _verify(
     S_ABOVE: tl.constexpr, S_ABOVE_ROW: tl.constexpr, S_FIRST: tl.constexpr, S_MISSING: tl.constexpr,
     S_POSITION: tl.constexpr,
     R_ROWS: tl.constexpr, R_DRAFT_ROWS: tl.constexpr, R_ORIGIN: tl.constexpr, R_TEMPERATURE: tl.constexpr,
-    R_TOP_P: tl.constexpr, R_UNIFORMS: tl.constexpr,
+    R_TOP_P: tl.constexpr, R_MASS: tl.constexpr, R_MIN_WIDTH: tl.constexpr, R_UNIFORMS: tl.constexpr,
     F_PARENT: tl.constexpr, F_TOKEN: tl.constexpr, F_WEIGHT: tl.constexpr,
     V_PARENT: tl.constexpr, V_TOKEN: tl.constexpr, V_LOGP: tl.constexpr, V_HELD: tl.constexpr,
     V_FINITE: tl.constexpr, V_LAYERS: tl.constexpr,
-    GREEDY: tl.constexpr, COUNT: tl.constexpr, WIDE: tl.constexpr, BEAMS: tl.constexpr, SIZE: tl.constexpr,
-    FOREST: tl.constexpr,
+    GREEDY: tl.constexpr, DISTINCT: tl.constexpr, COUNT: tl.constexpr, WIDE: tl.constexpr,
+    BEAMS: tl.constexpr, SIZE: tl.constexpr, FOREST: tl.constexpr,
 ):  # fmt: skip
     """`TorchLaw.verify` of one request; S_, R_, F_ and V_ are where the fields of `layout` begin."""
     number = tl.program_id(0).to(tl.int64)
@@ -253,6 +253,8 @@ def _verify(
     temperature = tl.load(sent + R_TEMPERATURE).to(tl.float64, bitcast=True)
     top_p = tl.load(sent + R_TOP_P).to(tl.float64, bitcast=True)
     top_p = tl.where(top_p >= 1.0, 2.0, top_p)
+    mass = tl.load(sent + R_MASS).to(tl.float64, bitcast=True)
+    min_width = tl.load(sent + R_MIN_WIDTH)
     going = begin == begin
     count = 0
     out_token = tl.zeros([BEAMS], tl.int64)
@@ -263,26 +265,43 @@ def _verify(
         weight, logp, token, parent = _heaviest(weight, logp, token, parent, SUPPORT, SIZE, BEAMS * WIDE)
         if GREEDY:
             prob = tl.where(e == 0, 1.0, 0.0).to(tl.float64)
+            before = tl.where(e == 0, 0.0, 1.0).to(tl.float64)
         else:
             prob = tl.exp((weight - tl.max(weight, 0)) / temperature)
             prob = prob / tl.sum(prob, 0)
             # Cut where the mass before an entry has reached top-p; the first always stays.
             before = tl.sum(tl.where(e[None, :] < e[:, None], prob[None, :], 0.0), 1)
             prob = tl.where((before < top_p) | (e == 0), prob, 0.0)
+            before = before / tl.sum(prob, 0)
             prob = prob / tl.sum(prob, 0)
+        # Continuations whose mass the layer's width asks for: what is before them has not reached it.
+        wide = tl.maximum(tl.sum(((before < mass) & (prob > 0)).to(tl.int64), 0), min_width)
         # Canonical order: parent, then token.
         key = (parent << 32) | token
         some = prob > 0
-        reach = tl.sum(tl.where(key[None, :] <= key[:, None], prob[None, :], 0.0), 1)
-        total = tl.max(tl.where(some, reach, 0.0), 0)
         layer = tl.minimum(tl.maximum(begin + depth, 0), WINDOW - 1)
         u = tl.load(sent + R_UNIFORMS + layer * BEAM_COUNT + d, mask=real, other=0).to(
             tl.float64, bitcast=True
         )
         far: tl.constexpr = 9223372036854775807
-        beyond = some[None, :] & (reach[None, :] > (u * total)[:, None])
-        pick = tl.min(tl.where(beyond, key[None, :], far), 1)
-        pick = tl.where(pick == far, tl.max(tl.where(some, key, -1), 0), pick)
+        if DISTINCT:
+            pick = tl.full([BEAMS], -1, tl.int64)
+            left = prob
+            for i in range(BEAM_COUNT):
+                reach = tl.sum(tl.where(key[None, :] <= key[:, None], left[None, :], 0.0), 1)
+                total = tl.max(tl.where(left > 0, reach, 0.0), 0)
+                beyond = (left > 0) & (reach > tl.sum(tl.where(d == i, u, 0.0), 0) * total)
+                one = tl.min(tl.where(beyond, key, far), 0)
+                one = tl.where(one == far, tl.max(tl.where(left > 0, key, -1), 0), one)
+                pick = tl.where(d == i, one, pick)  # -1 where nothing is left
+                left = tl.where(key == one, 0.0, left)
+        else:
+            reach = tl.sum(tl.where(key[None, :] <= key[:, None], prob[None, :], 0.0), 1)
+            total = tl.max(tl.where(some, reach, 0.0), 0)
+            beyond = some[None, :] & (reach[None, :] > (u * total)[:, None])
+            pick = tl.min(tl.where(beyond, key[None, :], far), 1)
+            pick = tl.where(pick == far, tl.max(tl.where(some, key, -1), 0), pick)
+        absent = (pick < 0) | (d >= wide)
         mine = some[None, :] & (key[None, :] == pick[:, None])
         new = tl.sum(tl.where(mine, token[None, :], 0), 1)
         above = tl.sum(tl.where(mine, parent[None, :], 0), 1)
@@ -290,7 +309,7 @@ def _verify(
         after = tl.sum(tl.where(mine, weight[None, :], 0.0), 1)
         same = (pick[None, :] == pick[:, None]) & (d[None, :] < d[:, None]) & real[None, :]
         ended = _is_end(new, eos_ptr, eos_count)
-        dead = (tl.sum(same.to(tl.int32), 1) > 0) | ended | ~real
+        dead = (tl.sum(same.to(tl.int32), 1) > 0) | ended | absent | ~real
         after = tl.where(dead, -float("inf"), after)
         live = after > -float("inf")
         from_node = tl.sum(tl.where(above[:, None] == d[None, :], at[None, :], 0), 1)
@@ -313,7 +332,7 @@ def _verify(
             place = tl.where(held, (BEAM_COUNT + depth * DRAFT_WIDTH + index).to(tl.int64), 0)
         finite = tl.load(best_ptr + at * (2 * COUNT + 1) + 2 * COUNT, mask=real, other=0.0)
         to = out + depth * BEAM_COUNT + d
-        tl.store(to + V_PARENT, above, mask=real)
+        tl.store(to + V_PARENT, tl.where(absent, -1, above), mask=real)
         tl.store(to + V_TOKEN, new, mask=real)
         tl.store(to + V_LOGP, lp.to(tl.int64, bitcast=True), mask=real)
         tl.store(to + V_HELD, held.to(tl.int64), mask=real)
@@ -421,7 +440,7 @@ class TritonLaw:
 
     def verify(
         self, best: Tensor, state: Tensor, after: Tensor, request: Tensor, outcome: Tensor, layout: CoverLayout,
-        eos: Tensor, greedy: bool, support: int,
+        eos: Tensor, greedy: bool, support: int, distinct: bool = False,
     ) -> None:  # fmt: skip
         count = best.shape[1] // 2
         size = min(1 if greedy else support, layout.width * count)
@@ -436,10 +455,11 @@ class TritonLaw:
             NODES=layout.nodes, WINDOW=layout.window, SUPPORT=size,
             DRAFT_COMPUTED=max(1, layout.draft_nodes - layout.width),
             R_ROWS=sent.target_rows.start, R_DRAFT_ROWS=sent.draft_rows.start, R_ORIGIN=sent.origin.start,
-            R_TEMPERATURE=sent.temperature.start, R_TOP_P=sent.top_p.start, R_UNIFORMS=sent.uniforms.start,
+            R_TEMPERATURE=sent.temperature.start, R_TOP_P=sent.top_p.start, 
+            R_MASS=sent.mass.start, R_MIN_WIDTH=sent.min_width.start, R_UNIFORMS=sent.uniforms.start,
             F_PARENT=layout.forest.parent.start, F_TOKEN=layout.forest.token.start,
             F_WEIGHT=layout.forest.weight.start, **names,
-            GREEDY=greedy, COUNT=count, WIDE=triton.next_power_of_2(count),
+            GREEDY=greedy, DISTINCT=distinct, COUNT=count, WIDE=triton.next_power_of_2(count),
             BEAMS=triton.next_power_of_2(layout.width), SIZE=max(2, triton.next_power_of_2(size)),
             FOREST=max(2, triton.next_power_of_2(layout.draft_width)), num_warps=1,
         )  # fmt: skip

@@ -80,6 +80,8 @@ class CoverRequestFields(NamedTuple):
         start: [state size], a state.
         origin: [1], the position below whose tokens the first uniforms draw.
         temperature, top_p: float64 [1].
+        mass, min_width: float64 and int64 [1], a layer has as many draws as continuations hold that mass
+            of p, at least min_width; min_width W: W draws in every layer.
         uniforms: float64 [window, W].
     """
 
@@ -96,6 +98,8 @@ class CoverRequestFields(NamedTuple):
     origin: Field
     temperature: Field
     top_p: Field
+    mass: Field
+    min_width: Field
     uniforms: Field
 
 
@@ -127,7 +131,8 @@ class VerifiedFields(NamedTuple):
     """The layers that the target drew, [gamma + 1, W] each.
 
     Attributes:
-        parent: place among the draws above (for the first layer: among the beams).
+        parent: place among the draws above (for the first layer: among the beams); -1 where there is no
+            draw, behind all others: the layer is narrower.
         token: of the draw. logp: float64, its raw log-probability.
         held: 1 if the draw lies in the forest.
         finite: by place above, 1 where its target logits are numbers.
@@ -190,7 +195,7 @@ class CoverLayout:
             [request(nodes), request(nodes), request(draft_nodes), request(draft_nodes)]
             + [request(1) for _ in range(5)]
             + [request(state.size)]
-            + [request(1) for _ in range(3)]
+            + [request(1) for _ in range(5)]
             + [request(window, width)]
         )
         forest = _forest(outcome, width, draft_width, gamma, None)

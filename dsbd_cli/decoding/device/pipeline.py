@@ -28,6 +28,7 @@ from dsbd_cli.decoding.device.iteration import (
 from dsbd_cli.decoding.forward.capture import InFlight, OverlapClock
 from dsbd_cli.decoding.forward.outcomes import CannotCapture, OutOfMemory
 from dsbd_cli.decoding.law.distribution import LogitsProcessor, SeededSampler
+from dsbd_cli.decoding.law.width import DistinctWidth
 from dsbd_cli.decoding.model.protocol import Commit
 from dsbd_cli.decoding.tree.request import Request
 from dsbd_cli.decoding.tree.sequences import DraftLayer, Forest, Node
@@ -37,16 +38,24 @@ _BLOCK = 64
 
 
 class _Uniforms:
-    """A request's uniforms while iterations are in flight: looked at by launches, used by committed layers.
+    """What a request draws with: uniforms, looked at by launches and used by committed layers, and T.
 
     The sampler itself moves on in blocks, and to where it belongs by `settle`.
 
     Attributes:
         temperature, top_p: what they are drawn under.
+        mass, min_width: how many draws a layer has (`layout.CoverRequestFields`).
     """
 
-    def __init__(self, sampler: SeededSampler, width: int, processor: LogitsProcessor) -> None:
+    def __init__(
+        self,
+        sampler: SeededSampler,
+        width: int,
+        processor: LogitsProcessor,
+        rule: DistinctWidth | None = None,
+    ) -> None:
         self.temperature, self.top_p = processor.temperature, processor.enough
+        self.mass, self.min_width = (1.0, width) if rule is None else (rule.enough, rule.min_width)
         self._sampler, self._width = sampler, width
         self._block = np.zeros((0, width))
         self._used = 0
@@ -191,7 +200,7 @@ class Pipeline:
             return None
         if not all(node.parent is not None and node.parent in seat.target.pool for node in beams):
             return None
-        uniforms = _Uniforms(request.sampler, request.width, request.processor)
+        uniforms = _Uniforms(request.sampler, request.width, request.processor, _rule(request))
         places = [*beams, *[None] * (request.width - len(beams))]
         lane = _Lane(seat, request, seat.target, seat.draft, commit, uniforms, None, deepest, places)
         if not lane.fits(beams[0].depth):
@@ -354,7 +363,12 @@ class Pipeline:
                 parts.append(_Part(lane, space))
                 origin = lane.target.pool.position(lane.request.hypotheses.active[0])
                 uniforms, ahead = lane.uniforms, lane.uniforms.ahead(self._iteration.layout.window)
-                sent.append(Sent(space, ahead, origin, uniforms.temperature, uniforms.top_p, lane.state))
+                sent.append(
+                    Sent(
+                        space, ahead, origin, uniforms.temperature, uniforms.top_p, uniforms.mass,
+                        uniforms.min_width, lane.state,
+                    )
+                )  # fmt: skip
             flight = self._iteration.launch(sent)
         except (CannotCapture, OutOfMemory) as error:
             for part in parts:
@@ -487,3 +501,9 @@ class Seat:
         for model in (self.target, self.draft):
             if model is not None:
                 model.pool.retain(leaves)
+
+
+def _rule(request: Request) -> DistinctWidth | None:
+    """What p alone says of a layer's width; None: W."""
+    rule = request.dynamic_width
+    return rule if isinstance(rule, DistinctWidth) else None

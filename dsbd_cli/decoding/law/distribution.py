@@ -167,6 +167,29 @@ class Sampler(Protocol):
         """`count` iid indices, index i with probability weights[i] / sum(weights)."""
 
 
+def draw_layer(sampler: Sampler, weights: np.ndarray, count: int, distinct: bool) -> list[int]:
+    """A layer of `count` draws: iid, or `distinct` ones (docs/design.md section 1)."""
+    return draw_distinct(sampler, weights, count) if distinct else sampler.sample(weights, count)
+
+
+def draw_distinct(sampler: Sampler, weights: np.ndarray, count: int) -> list[int]:
+    """`count` indices, each drawn among those not drawn before it; fewer where no more have mass.
+
+    The law is that of the `count` largest of log-weights with independent Gumbel noise, in order (Kool et
+    al. 2019); one uniform a draw does it, where noise would be one for every entry. Always asks for `count`
+    numbers, so that a layer's are known before its support is.
+    """
+    left = np.array(weights, dtype=np.float64)
+    drawn: list[int] = []
+    while len(drawn) < count and left.any():
+        (index,) = sampler.sample(left, 1)
+        drawn.append(index)
+        left[index] = 0.0
+    if len(drawn) < count:
+        sampler.sample(np.ones(1), count - len(drawn))
+    return drawn
+
+
 class SeededSampler:
     """Uniforms of one seeded generator; every answer uses exactly one, in order."""
 

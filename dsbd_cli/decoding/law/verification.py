@@ -3,7 +3,8 @@
 `cover` (the default) samples the layer from the target distribution p and asks whether the forest holds
 the draws; `paper` and `continue` accept or reject the draft's own draws so that what is kept is
 distributed as p (Leviathan et al. 2023, Chen et al. 2023; several draws: Miao et al. 2024). Whatever the
-draft proposed, every draw that comes out is an iid draw of p: that is the whole theorem.
+draft proposed, every draw that comes out is an iid draw of p: that is the whole theorem. Where a layer's
+draws are distinct, every one comes out as a draw of p among what was not drawn before.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from dsbd_cli.decoding.law.distribution import Sampler, residual
+from dsbd_cli.decoding.law.distribution import Sampler, draw_distinct, draw_layer, residual
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,9 @@ class Verified:
         return sum(self.verdicts)
 
 
-def cover(p: np.ndarray, width: int, held: Callable[[int], bool | None], sampler: Sampler) -> Verified:
+def cover(
+    p: np.ndarray, width: int, held: Callable[[int], bool | None], sampler: Sampler, distinct: bool = False
+) -> Verified:
     """`cover`: the layer is sampled from p; the forest only decides how many layers one target call yields.
 
     With the same random numbers this is beam sampling, draw by draw.
@@ -47,8 +50,9 @@ def cover(p: np.ndarray, width: int, held: Callable[[int], bool | None], sampler
         p: [n] target distribution over (beam, token), sums to 1.
         width: W_L >= 1.
         held: whether the forest holds continuation i; None: it does not, and need not (it is finished).
+        distinct: draws without replacement.
     """
-    draws = sampler.sample(p, width)
+    draws = draw_layer(sampler, p, width, distinct)
     return covered(draws, [held(index) for index in draws])
 
 
@@ -88,6 +92,52 @@ def accept_draws(p: np.ndarray, q: np.ndarray, drafted: list[int], width: int, s
         draws += sampler.sample(current, 1)
         draws += sampler.sample(p, width - len(draws)) if len(draws) < width else []
     return Verified(tuple(draws), tuple(verdicts), passed)
+
+
+def accept_distinct_draws(
+    p: np.ndarray, q: np.ndarray, drafted: list[int], width: int, sampler: Sampler
+) -> Verified:
+    """`paper` and `continue` for distinct draws: draws of q without replacement become such draws of p.
+
+    Recursive rejection (Jeon et al. 2024), one chain for each draw of p: a rejected draw leaves q, an
+    accepted one leaves both (docs/design.md section 3).
+
+    Args:
+        p: [n] target distribution over the accepted beams, sums to 1; 0 below dead ones.
+        q: [n] draft distribution over ALL beams that it was drawn from, sums to 1.
+        drafted: distinct indices, in the order they were drawn.
+        width: W_L >= 1; a layer has fewer draws where p has fewer continuations.
+    """
+    width = min(width, int(np.count_nonzero(p)))
+    target, draft = p, q
+    current = target
+    draws: list[int] = []
+    verdicts: list[bool] = []
+    for index in drafted:
+        if len(draws) == width:
+            break
+        accepted = current[index] > 0 and sampler.accept(current[index], draft[index])
+        verdicts.append(bool(accepted))
+        if accepted:
+            draws.append(index)
+            current = target = _without(target, index)
+        else:
+            current = residual(current, draft)
+        draft = _without(draft, index)
+    passed = len(draws) == width
+    if not passed:
+        # The open chain owes one draw of its residual; the rest are draws of what is left of p.
+        draws += sampler.sample(current, 1)
+        draws += draw_distinct(sampler, _without(target, draws[-1]), width - len(draws))
+    return Verified(tuple(draws), tuple(verdicts), passed)
+
+
+def _without(weights: np.ndarray, index: int) -> np.ndarray:
+    """The distribution given that it is not `index`; all 0 where nothing is left."""
+    left = weights.copy()
+    left[index] = 0.0
+    mass = left.sum()
+    return left / mass if mass > 0 else left
 
 
 # One number for a continuation, so that two supports can be compared.

@@ -38,11 +38,37 @@ class ThresholdWidth:
         return max([self.min_width, *reach])
 
 
-def width_rule(width: int, min_width: int, threshold: float | None) -> ThresholdWidth | None:
+class DistinctWidth:
+    """As many beams as hold `threshold` of p: few where one continuation has the mass, more where it is spread.
+
+    A function of p alone: what comes out is a process of the target's own, the same whatever is drafted.
+
+    Args:
+        width, min_width, threshold: as for `ThresholdWidth`.
+    """
+
+    def __init__(self, width: int, min_width: int, threshold: float) -> None:
+        self.width, self.min_width, self.threshold = width, min_width, threshold
+
+    def of(self, p: np.ndarray) -> int:
+        """W_L of a layer: p [n], sums to 1."""
+        held = np.cumsum(-np.sort(-p))
+        enough = int(np.searchsorted(held, self.enough)) + 1
+        return min(self.width, max(self.min_width, enough))
+
+    @property
+    def enough(self) -> float:
+        """The mass at which t counts as reached."""
+        return self.threshold - _ROUNDING
+
+
+def width_rule(
+    width: int, min_width: int, threshold: float | None, distinct: bool = False
+) -> ThresholdWidth | DistinctWidth | None:
     """The rule that these settings name; None: W in every layer, so the output process is beam sampling."""
     if threshold is None or min_width == width:
         return None
-    return ThresholdWidth(width, min_width, threshold)
+    return (DistinctWidth if distinct else ThresholdWidth)(width, min_width, threshold)
 
 
 def acceptances(p: np.ndarray, q: np.ndarray, draws: int) -> np.ndarray:

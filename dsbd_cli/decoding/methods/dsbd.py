@@ -16,9 +16,17 @@ from typing import TypeVar
 
 import numpy as np
 
-from dsbd_cli.decoding.law.distribution import Support
-from dsbd_cli.decoding.law.verification import Verified, accept_draws, align, cover, covered, keys
-from dsbd_cli.decoding.law.width import ThresholdWidth
+from dsbd_cli.decoding.law.distribution import Support, draw_layer
+from dsbd_cli.decoding.law.verification import (
+    Verified,
+    accept_distinct_draws,
+    accept_draws,
+    align,
+    cover,
+    covered,
+    keys,
+)
+from dsbd_cli.decoding.law.width import DistinctWidth
 from dsbd_cli.decoding.methods.proposers import ForestShape, Proposer
 from dsbd_cli.decoding.model.protocol import Compute, Engine, Need, TreeModel, Turn
 from dsbd_cli.decoding.tree.events import Iteration, Layer
@@ -35,7 +43,6 @@ class Run(Request):
 
     Attributes:
         target: prefilled target model.
-        dynamic_width: the rule for W_L, or None for W in every layer.
         proposer: where forests come from, or None for plain decoding.
         kv_one: the memory-constrained mode.
         keep_answer: leave the best finished sequence in the caches, for a prompt that goes on from it.
@@ -44,7 +51,6 @@ class Run(Request):
     """
 
     target: TreeModel
-    dynamic_width: ThresholdWidth | None = None
     proposer: Proposer | None = None
     kv_one: bool = False
     keep_answer: bool = False
@@ -140,10 +146,22 @@ class Run(Request):
         self._layers.append(layer)
         return layer
 
-    def sample_layer(self, width: int) -> Layer:
-        """`width` iid draws of `p_beam`: the layer of plain beam sampling."""
-        support = self.p_beam()
-        return self.commit([self.node(support, i) for i in self.sampler.sample(support.prob, width)])
+    def sample_layer(self) -> Layer:
+        """W draws of `p_beam` (or as many as p alone asks for): the layer of plain beam sampling."""
+        support, rule = self.p_beam(), self.dynamic_width
+        width = rule.of(support.prob) if isinstance(rule, DistinctWidth) else self.width
+        draws = draw_layer(self.sampler, support.prob, width, self.distinct)
+        self.skip_numbers(width)
+        return self.commit([self.node(support, i) for i in draws])
+
+    def skip_numbers(self, width: int) -> None:
+        """Pass over what a layer of `width` draws leaves of its W random numbers.
+
+        Where W_L follows from p alone, a layer always has W of them: a device can then be given them
+        before p is known.
+        """
+        if isinstance(self.dynamic_width, DistinctWidth) and width < self.width:
+            self.sampler.sample(np.ones(1), self.width - width)
 
     def finish_iteration(
         self, forest: Forest, ahead: str | None = None, by: Engine | None = None
@@ -204,7 +222,7 @@ def accept_layers(run: Run, forest: Forest, verify: str) -> Iterator[Layer]:
         # A draw that was filled up ends the iteration under `paper`; under `continue` it may be in the forest.
         if run.hypotheses.stopped() or not run.logits_known() or not (layer.passed or verify == "continue"):
             return
-    yield run.sample_layer(run.width)
+    yield run.sample_layer()
 
 
 def verify_layer(run: Run, drafted: DraftLayer, depth: int) -> Layer:
@@ -212,8 +230,12 @@ def verify_layer(run: Run, drafted: DraftLayer, depth: int) -> Layer:
     support = run.p_beam()
     union, p, q, draws = _aligned(run, support, drafted)
     rule = run.dynamic_width
-    width = run.width if rule is None else rule.for_draws(p, q, len(drafted.draws))
-    verified = accept_draws(p, q, draws, width, run.sampler)
+    if isinstance(rule, DistinctWidth):
+        width = rule.of(support.prob)
+    else:
+        width = run.width if rule is None else rule.for_draws(p, q, len(drafted.draws))
+    accept = accept_distinct_draws if run.distinct else accept_draws
+    verified = accept(p, q, draws, width, run.sampler)
     # A draw has mass under p, so its key is one of the support's own (ascending) keys.
     own = np.searchsorted(keys(support.parent, support.token), union[list(verified.draws)])
     return run.commit([run.node(support, int(i)) for i in own], verified, depth)
@@ -222,10 +244,16 @@ def verify_layer(run: Run, drafted: DraftLayer, depth: int) -> Layer:
 def _aligned(
     run: Run, support: Support, drafted: DraftLayer
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, list[int]]:
-    """Keys, p and q on their joint support, and the draws as indices into it (-1: dead parent)."""
+    """Keys, p and q on their joint support, and the draws as indices into it.
+
+    Draws below a dead parent are -1, and q lacks them. Distinct draws depend on all earlier ones, so there
+    q keeps them, below parents numbered behind the live ones, where p has no mass.
+    """
     place = {node: i for i, node in enumerate(run.hypotheses.active)}
     # Where each parent of the draft stands among the accepted ones; -1 for the dead.
     new = np.array([place.get(node, -1) for node in drafted.parents], dtype=np.int64)
+    if run.distinct:
+        new = np.where(new < 0, len(place) + np.arange(len(new)), new)
     parent = new[drafted.support.parent]
     alive = parent >= 0
     union, p, q = align(
@@ -234,9 +262,10 @@ def _aligned(
         keys(parent[alive], drafted.support.token[alive]),
         drafted.support.prob[alive],
     )
+    number = dict(zip(drafted.parents, new.tolist(), strict=True))
     draws = []
     for node in drafted.draws:
-        where = place.get(node.parent, -1) if node.parent is not None else -1
+        where = -1 if node.parent is None else number[node.parent]
         key = (where << 32) | node.token
         draws.append(int(np.searchsorted(union, key)) if where >= 0 else -1)
     return union, p, q, draws
@@ -249,7 +278,10 @@ def cover_layers(run: Run, forest: Forest) -> Iterator[Layer]:
     """
     for depth, drafted in enumerate(forest.layers):
         support, rule = run.p_beam(), run.dynamic_width
-        width = run.width if rule is None else rule.for_cover(_mass_held(run, support, drafted))
+        if isinstance(rule, DistinctWidth):
+            width = rule.of(support.prob)
+        else:
+            width = run.width if rule is None else rule.for_cover(_mass_held(run, support, drafted))
         nodes: list[Node] = []
         inside = frozenset(drafted.draws)
 
@@ -263,10 +295,12 @@ def cover_layers(run: Run, forest: Forest) -> Iterator[Layer]:
             # A finished sequence needs no node of the forest.
             return nodes[-1] in inside or (None if nodes[-1].finish else run.target.has_logits(nodes[-1]))
 
-        yield run.commit(nodes, cover(support.prob, width, held, run.sampler), depth)
+        verified = cover(support.prob, width, held, run.sampler, run.distinct)
+        run.skip_numbers(width)
+        yield run.commit(nodes, verified, depth)
         if run.hypotheses.stopped() or not run.logits_known():
             return
-    yield run.sample_layer(run.width)
+    yield run.sample_layer()
 
 
 def _mass_held(run: Run, support: Support, drafted: DraftLayer) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Generator, Sequence
 from typing import Protocol
 
-from dsbd_cli.decoding.law.distribution import LogitsProcessor, Sampler, most_probable
+from dsbd_cli.decoding.law.distribution import LogitsProcessor, Sampler, draw_layer, most_probable
 from dsbd_cli.decoding.model.protocol import Compute, TreeModel
 from dsbd_cli.decoding.tree.events import Layer
 from dsbd_cli.decoding.tree.sequences import DraftLayer, Forest, Node, Trie, draft_room
@@ -59,16 +59,18 @@ class DraftModelProposer:
     Args:
         draft: the draft model, prefilled with the same prompt.
         width: W_S.
-        distinct: take the W_S most probable distinct continuations (`cover`) instead of draws.
+        best: take the W_S most probable distinct continuations (`cover`) instead of draws.
+        distinct: draws without replacement, as the target's.
         mass: of those, only the first that hold this much of their joint probability together.
     """
 
     def __init__(
-        self, draft: TreeModel, trie: Trie, processor: LogitsProcessor, width: int, sampler: Sampler, distinct: bool,
-        mass: float = 1.0,
+        self, draft: TreeModel, trie: Trie, processor: LogitsProcessor, width: int, sampler: Sampler, best: bool,
+        mass: float = 1.0, distinct: bool = False,
     ) -> None:  # fmt: skip
         self._draft, self._trie, self._processor = draft, trie, processor
-        self._width, self._sampler, self._distinct, self._mass = width, sampler, distinct, mass
+        self._width, self._sampler, self._best, self._mass = width, sampler, best, mass
+        self._distinct = distinct
         self.exhausted = False
 
     def begin(self, beams: list[Node], depth: int) -> None:
@@ -89,10 +91,10 @@ class DraftModelProposer:
         for _ in range(min(depth, room)):
             yield Compute(self._draft, parents)
             support = self._draft.joint(parents, scores, self._processor)
-            if self._distinct:
+            if self._best:
                 sample = [int(i) for i in most_probable(support, width, self._mass)]
             else:
-                sample = self._sampler.sample(support.prob, width)
+                sample = draw_layer(self._sampler, support.prob, width, self._distinct)
             draws = [self._trie.child(parents[support.parent[i]], int(support.token[i])) for i in sample]
             layers.append(DraftLayer(parents, support, draws))
             found = {

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from dsbd_cli.decoding.law.distribution import LogitsProcessor, Sampler
-from dsbd_cli.decoding.law.width import ThresholdWidth, width_rule
+from dsbd_cli.decoding.law.width import DistinctWidth, ThresholdWidth, width_rule
 from dsbd_cli.decoding.methods.deterministic import beam_search
 from dsbd_cli.decoding.methods.dsbd import Run, alone, dsbd
 from dsbd_cli.decoding.methods.proposers import CapturedProposer, DraftModelProposer, ForestShape, Proposer
@@ -37,6 +37,24 @@ def takes_most_probable(settings: Settings) -> bool:
     return settings.deterministic or (settings.method == "dsbd" and settings.verify == "cover")
 
 
+def draws_distinct(settings: Settings) -> bool:
+    """Whether draws of a layer are distinct; one draw is, whatever is said."""
+    return (
+        settings.draws == "distinct"
+        and settings.method not in ONE_BEAM_METHODS
+        and not settings.deterministic
+    )
+
+
+def width_rule_of(settings: Settings) -> ThresholdWidth | DistinctWidth | None:
+    """The rule for W_L, or None for W in every layer. The paper's needs a forest; `distinct` looks at p alone."""
+    named = settings.width_rule
+    own = named == "distinct" or (named == "auto" and settings.draws == "distinct")
+    if settings.deterministic or settings.method not in (("dsbd", "beam") if own else ("dsbd",)):
+        return None
+    return width_rule(settings.width, settings.min_width, settings.threshold, own)
+
+
 def draft_processor(settings: Settings) -> LogitsProcessor:
     """T of the draft's proposals: the same T, so that what is recorded is what was drawn from.
 
@@ -58,7 +76,7 @@ def forest_shape(settings: Settings, prices: Prices, pruned: bool) -> ForestShap
     """
     one_beam = settings.method in ONE_BEAM_METHODS
     width, drawn = 1 if one_beam else settings.width, not takes_most_probable(settings)
-    beams = distinct_beams(width, without_replacement=settings.deterministic)
+    beams = distinct_beams(width, without_replacement=settings.deterministic or draws_distinct(settings))
     first = Acceptance.assumed(
         beams,
         settings.gamma,
@@ -66,17 +84,22 @@ def forest_shape(settings: Settings, prices: Prices, pruned: bool) -> ForestShap
         pruned=pruned,
         least=width if drawn else 1,
     )
-    narrow = settings.deterministic or width_rule(width, settings.min_width, settings.threshold) is None
+    narrow = not isinstance(width_rule_of(settings), ThresholdWidth)
     return ForestShape(prices, first, narrow=narrow, drawn=drawn)
+
+
+def forest_is_free(settings: Settings) -> bool:
+    """Whether the text is the same whatever is drafted: forests may then follow who else is decoded."""
+    return takes_most_probable(settings) and not isinstance(width_rule_of(settings), ThresholdWidth)
 
 
 def forest_mass(settings: Settings) -> float:
     """The draft's mass that a layer of a sparing `cover` forest holds: half of what top-p would cut stays.
 
-    The target's own support ends at top-p; what the draft puts beyond it is mostly never drawn. A
-    dynamic width (`threshold`) depends on the forest's mass, and is given the whole forest.
+    The target's own support ends at top-p; what the draft puts beyond it is mostly never drawn. The
+    paper's dynamic width depends on the forest's mass, and is given the whole forest.
     """
-    dynamic = settings.threshold is not None and settings.min_width < settings.width
+    dynamic = isinstance(width_rule_of(settings), ThresholdWidth)
     greedy = settings.deterministic or processor_of(settings).greedy
     if greedy or dynamic or settings.method != "dsbd" or settings.verify != "cover":
         return 1.0
@@ -108,13 +131,14 @@ def demand_of(settings: Settings, drafts: bool) -> Demand:
     why_not_pipelined = why_not_captured = ""
     if not plain and (settings.method != "dsbd" or settings.verify != "cover"):
         why_not_pipelined = "only the rule cover can run ahead of the host"
-    if settings.method == "dsbd":
-        if width_rule(width, settings.min_width, settings.threshold) is not None:
-            why_not_pipelined = "the width is dynamic"
-        if settings.kv == "one":
-            why_not_pipelined = "one beam is kept"
+    if settings.method == "dsbd" and settings.kv == "one":
+        why_not_pipelined = "one beam is kept"
+    if isinstance(width_rule_of(settings), ThresholdWidth):
+        why_not_pipelined = "the width is dynamic"
     if settings.deterministic:
         why_not_pipelined = "the host decides the deterministic mode"
+    if draws_distinct(settings) and not takes_most_probable(settings):
+        why_not_captured = "the host drafts distinct draws"
     if plain or settings.method == "specinfer":
         why_not_captured = "nothing is drafted" if plain else "the host drafts token trees"
     return Demand(
@@ -123,6 +147,7 @@ def demand_of(settings: Settings, drafts: bool) -> Demand:
         gamma=0 if plain else settings.gamma,
         processor=processor_of(settings),
         draft_processor=None if takes_most_probable(settings) else draft_processor(settings),
+        distinct=draws_distinct(settings),
         why_not_pipelined=why_not_pipelined,
         why_not_captured=why_not_captured,
     )
@@ -151,16 +176,13 @@ def start(
     gamma = settings.gamma
     proposer: Proposer | None = None
     shape: ForestShape | None = None
-    dynamic: ThresholdWidth | None = None
-    if settings.method == "dsbd" and not settings.deterministic:
-        dynamic = width_rule(width, settings.min_width, settings.threshold)
     kv_one = settings.kv == "one" and settings.method == "dsbd"
     if draft is not None and settings.method == "specinfer":
         expansion = settings.tree or DEFAULT_TREE
         gamma = len(expansion)
         proposer = TreeProposer(draft, trie, processor, expansion, draft_sampler)
     elif draft is not None and settings.method in DRAFTING:
-        distinct = takes_most_probable(settings)
+        best = takes_most_probable(settings)
         draft_width = 1 if one_beam else settings.draft_width
         priced = prices is not None and engine is None and captured is None
         mass = forest_mass(settings) if priced else 1.0
@@ -169,7 +191,9 @@ def start(
             processor = LogitsProcessor(settings.temperature, processor.top_k)
         if prices is not None and priced and gamma:
             shape = forest_shape(settings, prices, mass < 1)
-        proposer = DraftModelProposer(draft, trie, processor, draft_width, draft_sampler, distinct, mass)
+        proposer = DraftModelProposer(
+            draft, trie, processor, draft_width, draft_sampler, best, mass, draws_distinct(settings)
+        )
         if captured is not None:
             proposer = captured.falling_back_to(proposer)
     hypotheses = Hypotheses(trie.root, width, settings.early_stopping, settings.length_penalty)
@@ -182,7 +206,8 @@ def start(
         draft_width=settings.draft_width,
         gamma=gamma,
         target=target,
-        dynamic_width=dynamic,
+        distinct=draws_distinct(settings),
+        dynamic_width=width_rule_of(settings),
         proposer=proposer,
         kv_one=kv_one,
         shape=shape,

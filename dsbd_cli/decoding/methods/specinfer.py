@@ -81,4 +81,4 @@ def _descend(run: Run, forest: Forest) -> Iterator[Layer]:
         if run.hypotheses.stopped() or not layer.passed:
             return
         depth += 1
-    yield run.sample_layer(1)
+    yield run.sample_layer()

@@ -106,8 +106,9 @@ class Demand:
         width, draft_width, gamma: W, W_S and gamma; gamma 0 where nothing is drafted.
         processor: T of the target.
         draft_processor: T of the draft, or None: the forest holds its most probable continuations.
-        why_not_pipelined: why this method cannot run ahead of the host; empty where it can (`cover` with a
-            fixed width and all beams, and plain sampling).
+        distinct: the target's draws of a layer are distinct.
+        why_not_pipelined: why this method cannot run ahead of the host; empty where it can (`cover` with
+            all beams and a width that p alone decides, and plain sampling).
         why_not_captured: why its forests cannot be drafted in a captured iteration; empty where they can.
     """
 
@@ -116,6 +117,7 @@ class Demand:
     gamma: int
     processor: LogitsProcessor
     draft_processor: LogitsProcessor | None = None
+    distinct: bool = False
     why_not_pipelined: str = ""
     why_not_captured: str = ""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from dsbd_cli.decoding.law.distribution import LogitsProcessor, Sampler
+from dsbd_cli.decoding.law.width import DistinctWidth, ThresholdWidth
 from dsbd_cli.decoding.tree.sequences import Hypotheses, Trie
 
 
@@ -21,6 +22,8 @@ class Request:
         sampler: the random numbers of `p`; the draft has its own, so that `cover` and `beam` draw alike.
         processor: temperature, top-k and top-p, applied once to the joint.
         width: W, the most beams.
+        distinct: a layer's draws are distinct (draws without replacement), not iid.
+        dynamic_width: the rule for W_L, or None for W in every layer.
         draft_width: W_S, draws (or, for `cover`, distinct continuations) in each layer of a forest.
         gamma: layers to draft in an iteration, at most; 0 without a draft.
     """
@@ -30,5 +33,7 @@ class Request:
     sampler: Sampler
     processor: LogitsProcessor
     width: int
+    distinct: bool = False
+    dynamic_width: ThresholdWidth | DistinctWidth | None = None
     draft_width: int = 0
     gamma: int = 0

@@ -40,6 +40,10 @@ PIPELINED: dict[str, dict[str, Any]] = {
     "one beam": {"threshold": None, "width": 1, "min_width": 1},
     "beam": {"method": "beam"},
     "multinomial": {"method": "multinomial"},
+    "distinct": {"threshold": None, "draws": "distinct"},
+    "distinct beam": {"method": "beam", "draws": "distinct", "width": 7, "top_k": 5},
+    "distinct width": {"draws": "distinct", "threshold": 0.7, "min_width": 1},
+    "iid of distinct width": {"threshold": 0.7, "min_width": 1, "width_rule": "distinct"},
 }
 
 

@@ -43,7 +43,7 @@ def run(iteration, pools, root, starts, rounds, rng_seed):
             if number == 0:
                 state = iteration.state_of(tokens, scores, [root_rows[0]] * count, draft_rows, len(PROMPT))
             window = uniforms[r][depth[r] : depth[r] + layout.window]
-            sent.append(Sent(space, window, len(PROMPT) + depth[r], temperature, 0.95, state))
+            sent.append(Sent(space, window, len(PROMPT) + depth[r], temperature, 0.95, 1.0, WIDTH, state))
         outcomes = iteration.wait(iteration.launch(sent))
         for r, outcome in enumerate(outcomes):
             depth[r] += len(outcome.sampled)

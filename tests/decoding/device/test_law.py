@@ -13,7 +13,15 @@ from dsbd_cli.decoding.cache.buffers import TreeMasks
 from dsbd_cli.decoding.cache.logits import finite_logits, log_probabilities, pack, unpack
 from dsbd_cli.decoding.device.law_torch import best_layer, draft_layer
 from dsbd_cli.decoding.device.layout import CoverLayout
-from dsbd_cli.decoding.law.distribution import LogitsProcessor, Row, SeededSampler, joint, most_probable
+from dsbd_cli.decoding.law.distribution import (
+    LogitsProcessor,
+    Row,
+    SeededSampler,
+    draw_layer,
+    joint,
+    most_probable,
+)
+from dsbd_cli.decoding.law.width import DistinctWidth
 from dsbd_cli.decoding.model.protocol import Side
 from tests.decoding.device.helpers import interpreted
 
@@ -116,18 +124,30 @@ def test_a_drafted_layer_is_the_most_probable_of_the_joint(law, depth):
             assert forest.finite.of(outcome)[r, depth, :parents].tolist() == [1] * parents
 
 
-def cover_by_numpy(rows, forest, uniforms, scores, processor, layout):
+class Given:
+    """A sampler of given uniforms."""
+
+    def __init__(self, uniforms):
+        self.left = list(uniforms)
+
+    def sample(self, weights, count):
+        cumulative = np.cumsum(weights)
+        taken = np.array([self.left.pop(0) for _ in range(count)])
+        picks = np.searchsorted(cumulative, taken * cumulative[-1], side="right")
+        return np.minimum(picks, np.searchsorted(cumulative, cumulative[-1], side="left")).tolist()
+
+
+def cover_by_numpy(rows, forest, uniforms, scores, processor, layout, distinct=False, rule=None):
     """Layers of one request by `law.distribution` and the rule `cover`: parent, token, logp, held; weights after."""
     width, draft_width = layout.width, layout.draft_width
     parents, tokens, alive = forest
     at, weights = list(range(width)), list(scores)
     layers = []
     for depth in range(layout.gamma + 1):
-        live = [i for i in range(width) if weights[i] > -np.inf]
+        live = [i for i, weight in enumerate(weights) if weight > -np.inf]
         support = joint([weights[i] for i in live], [rows[at[i]] for i in live], processor)
-        cumulative = np.cumsum(support.prob)
-        picks = np.searchsorted(cumulative, uniforms[depth] * cumulative[-1], side="right")
-        picks = np.minimum(picks, np.searchsorted(cumulative, cumulative[-1], side="left"))
+        count = width if rule is None else rule.of(support.prob)
+        picks = draw_layer(Given(uniforms[depth]), support.prob, count, distinct)
         layer, new_at, new_weights, seen = [], [], [], set()
         for pick in picks:
             parent, token = live[support.parent[pick]], int(support.token[pick])
@@ -155,14 +175,23 @@ def cover_by_numpy(rows, forest, uniforms, scores, processor, layout):
     return layers
 
 
-@pytest.mark.parametrize("processor", PROCESSORS)
-@pytest.mark.parametrize("gamma", [0, 2])
-def test_verification_is_cover_over_the_joint(law, processor, gamma):
+KINDS = [(0, False, None), (2, False, None)]
+OTHER_KINDS = [(0, True, None), (2, True, None), (2, True, (1, 0.6)), (2, False, (2, 0.9))]
+
+
+@pytest.mark.parametrize(
+    ("gamma", "distinct", "rule", "processor"),
+    [(*kind, processor) for kind in KINDS for processor in PROCESSORS]
+    + [(*kind, PROCESSORS[0]) for kind in OTHER_KINDS]
+    + [(2, True, None, PROCESSORS[2]), (2, True, (1, 0.6), PROCESSORS[3])],
+)
+def test_verification_is_cover_over_the_joint(law, gamma, distinct, rule, processor):
     law, device = law
     rng = np.random.default_rng(gamma)
     layout = CoverLayout.of(requests=2, width=3, draft_width=6 if gamma else 0, gamma=gamma)
     top_n = max(1, processor.top_n)
     eos, deep = torch.tensor(EOS, device=device), 0
+    rule, widths = rule and DistinctWidth(3, *rule), set()
     # Two requests a trial; an interpreted kernel takes its time.
     for trial in range(8 if interpreted(law, device) else 30):
         packed = packed_rows(rng, 2 * layout.nodes, top_n)
@@ -182,6 +211,8 @@ def test_verification_is_cover_over_the_joint(law, processor, gamma):
         request[:, sent.origin.at] = 40 - trial % 2
         request[:, sent.temperature.at] = words(np.full((2, 1), processor.temperature))
         request[:, sent.top_p.at] = words(np.full((2, 1), processor.top_p))
+        request[:, sent.mass.at] = words(np.full((2, 1), rule.enough if rule else 1.0))
+        request[:, sent.min_width.at] = rule.min_width if rule else 3
         request[:, sent.uniforms.at] = words(uniforms.reshape(2, -1))
         forests = []
         for r in range(2):
@@ -203,30 +234,37 @@ def test_verification_is_cover_over_the_joint(law, processor, gamma):
                 outcome[r, forest.token.at] = torch.from_numpy(tokens.ravel())
                 outcome[r, forest.weight.at] = words(np.where(alive, 0.0, -np.inf).ravel())
         on = [part.to(device) for part in (packed, state, torch.zeros_like(state), request, outcome)]
-        law.verify(*on, layout, eos, processor.greedy, processor.top_n)
+        law.verify(*on, layout, eos, processor.greedy, processor.top_n, distinct)
         after, outcome, verified = on[2].cpu(), on[4].cpu(), layout.verified
         for r in range(2):
             rows = rows_of(packed[r * layout.nodes : (r + 1) * layout.nodes])
-            wanted = cover_by_numpy(rows, forests[r], uniforms[r, trial % 2 :], scores[r], processor, layout)
+            wanted = cover_by_numpy(
+                rows, forests[r], uniforms[r, trial % 2 :], scores[r], processor, layout, distinct, rule
+            )
             assert int(verified.layers.of(outcome)[r]) == len(wanted)
             deep = max(deep, len(wanted))
             for depth, (layer, weights) in enumerate(wanted):
                 parent, token, logp, held = zip(*layer, strict=True)
-                assert verified.parent.of(outcome)[r, depth].tolist() == list(parent)
-                assert verified.token.of(outcome)[r, depth].tolist() == list(token)
-                assert np.allclose(verified.logp.of(outcome, torch.float64)[r, depth], logp)
+                n = len(parent)
+                widths.add(n)
+                assert verified.parent.of(outcome)[r, depth].tolist() == list(parent) + [-1] * (3 - n)
+                assert verified.token.of(outcome)[r, depth, :n].tolist() == list(token)
+                assert np.allclose(verified.logp.of(outcome, torch.float64)[r, depth, :n], logp)
                 live = [w > -np.inf for w in weights]
-                got = verified.held.of(outcome)[r, depth].tolist()
+                got = verified.held.of(outcome)[r, depth, :n].tolist()
                 assert [bool(x) for x, w in zip(got, live, strict=True) if w] == [
                     h for h, w in zip(held, live, strict=True) if w
                 ]
             now = layout.state
-            assert now.token.of(after)[r].tolist() == list(token)
-            assert np.allclose(now.score.of(after, torch.float64)[r], weights)
+            assert now.token.of(after)[r, :n].tolist() == list(token)
+            assert np.allclose(now.score.of(after, torch.float64)[r], weights + [-np.inf] * (3 - n))
             assert int(now.position.of(after)[r]) == 40 + len(wanted)
             if gamma:
                 assert int(now.missing.of(after)[r]) == (len(wanted) > gamma)
     assert deep == gamma + 1  # the cases reach the last layer
+    if rule is None and not distinct:
+        assert widths == {3}
+    assert rule is None or min(widths) < 3
 
 
 def test_masks_of_forests_are_those_of_their_ancestors(law):
@@ -295,19 +333,21 @@ def test_draws_in_tensors_are_those_of_the_law(processor):
         scores = rng.normal(size=parents)
         rows = [Row(i.numpy(), v.double().numpy()) for i, v in zip(ids, values, strict=True)]
         law = joint(scores, rows, processor)
-        sample = SeededSampler(trial, 0).sample(law.prob, 6)
+        distinct = trial % 2 == 1
+        sample = draw_layer(SeededSampler(trial, 0), law.prob, 6, distinct)
         # One place more, as where there are fewer beams than there may be.
         wide = torch.tensor([*scores, -np.inf])
         more = [torch.cat([part, part[:1]]) for part in (ids, values)]
         uniforms = torch.tensor(SeededSampler(trial, 0).peek(6))
-        got = draft_layer(wide, *more, processor.greedy, processor.top_n, *numbers, uniforms)
+        got = draft_layer(wide, *more, processor.greedy, processor.top_n, *numbers, uniforms, distinct)
         inside = got.prob > 0
         assert np.allclose(got.prob[inside], law.prob, rtol=1e-12, atol=0)
         assert np.array_equal(got.parent[inside], law.parent)
         assert np.array_equal(got.token[inside], law.token)
-        assert np.array_equal(got.token[got.draws], law.token[sample])
+        assert np.array_equal(got.token[got.draws[: len(sample)]], law.token[sample])
+        assert got.there.tolist() == [i < len(sample) for i in range(6)]
         first = [sample.index(pick) == i for i, pick in enumerate(sample)]
-        assert torch.isfinite(got.scores).tolist() == first
+        assert torch.isfinite(got.scores).tolist() == first + [False] * (6 - len(sample))
         best = best_layer(wide, *more, size)
         exact = joint(scores, rows, LogitsProcessor(top_k=size))
         assert np.array_equal(best.token, exact.token[most_probable(exact, size)])

@@ -9,7 +9,8 @@ from collections import defaultdict
 import numpy as np
 import pytest
 
-from dsbd_cli.decoding.law.verification import Verified, accept_draws, align
+from dsbd_cli.decoding.law.distribution import draw_distinct
+from dsbd_cli.decoding.law.verification import Verified, accept_distinct_draws, accept_draws, align
 from tests.decoding.enumerating import Branching, law_of, total_variation
 
 Case = tuple[np.ndarray, np.ndarray]
@@ -144,3 +145,72 @@ def test_align_puts_both_on_the_union_of_supports() -> None:
     np.testing.assert_array_equal(keys, [1, 2, 5, 9])
     np.testing.assert_array_equal(p, [0, 0.2, 0.5, 0.3])
     np.testing.assert_array_equal(q, [0.7, 0, 0.3, 0])
+
+
+# Distinct draws.
+
+
+def distinct_law(p: np.ndarray, q: np.ndarray, draws: int, width: int) -> dict[tuple[int, ...], float]:
+    """The law of the ordered layer, the draft's own draws enumerated as well."""
+    dead = max(0.0, 1 - q.sum())
+    whole = np.append(q, dead if dead > 1e-12 else 0.0)
+    target = np.append(p, 0.0)
+
+    def play(sampler: Branching) -> tuple[int, ...]:
+        drafted = draw_distinct(sampler, whole, draws)
+        return accept_distinct_draws(target, whole, drafted, width, sampler).draws
+
+    return law_of(play)
+
+
+def without_replacement(p: np.ndarray, width: int) -> dict[tuple[int, ...], float]:
+    inside = np.flatnonzero(p).tolist()
+    law: dict[tuple[int, ...], float] = {}
+    for slots in itertools.permutations(inside, min(width, len(inside))):
+        law[slots] = math.prod(
+            p[slot] / math.fsum(p[other] for other in inside if other not in slots[:i])
+            for i, slot in enumerate(slots)
+        )
+    return law
+
+
+@pytest.mark.parametrize("name", PAIRS)
+@pytest.mark.parametrize(
+    ("draws", "width"), [(0, 2), (1, 1), (1, 2), (2, 1), (2, 2), (3, 2), (2, 3), (4, 3), (5, 9)]
+)
+def test_distinct_draws_are_draws_of_p_without_replacement(name: str, draws: int, width: int) -> None:
+    p, q = PAIRS[name]
+    assert total_variation(distinct_law(p, q, draws, width), without_replacement(p, width)) < 1e-12
+
+
+def test_distinct_draws_need_the_draft_as_it_is_after_each_draw() -> None:
+    """The mistake of verifying draws without replacement as if they were iid shows here."""
+    p, q = PAIRS["other order"]
+    whole = np.append(q, 0.0)
+
+    def play(sampler: Branching) -> tuple[int, ...]:
+        return accept_draws(p, q, draw_distinct(sampler, whole, 3), 2, sampler).draws
+
+    law = law_of(play)
+    assert total_variation(law, without_replacement(p, 2)) > 0.05
+
+
+def test_a_draft_equal_to_the_target_is_accepted_whole_when_draws_are_distinct() -> None:
+    p = np.array([0.5, 0.3, 0.2])
+
+    def play(sampler: Branching) -> tuple[bool, ...]:
+        return accept_distinct_draws(p, p.copy(), draw_distinct(sampler, p, 3), 2, sampler).verdicts
+
+    assert law_of(play) == {(True, True): pytest.approx(1)}
+
+
+def test_a_layer_of_distinct_draws_shrinks_to_what_there_is() -> None:
+    p, q = np.array([0.7, 0.3, 0.0]), np.array([0.2, 0.2, 0.6])
+
+    def play(sampler: Branching) -> tuple[int, bool]:
+        verified = accept_distinct_draws(p, q, draw_distinct(sampler, q, 3), 4, sampler)
+        return len(verified.draws), verified.passed
+
+    law = law_of(play)
+    assert {size for size, _ in law} == {2}
+    assert law[2, True] > 0.1

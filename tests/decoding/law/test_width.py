@@ -10,11 +10,15 @@ import pytest
 from dsbd_cli.decoding.law.distribution import SeededSampler
 from dsbd_cli.decoding.law.verification import accept_draws
 from dsbd_cli.decoding.law.width import (
+    DistinctWidth,
     ThresholdWidth,
     accept_counts,
     acceptances,
     width_rule,
 )
+from dsbd_cli.decoding.methods.setup import width_rule_of
+from dsbd_cli.errors import UserError
+from dsbd_cli.settings import Settings
 from tests.decoding.enumerating import law_of
 from tests.decoding.law.test_verification import PAIRS, drawn
 
@@ -114,3 +118,26 @@ def test_which_rule_the_settings_name() -> None:
     assert width_rule(4, 2, None) is None  # W in every layer
     assert width_rule(4, 4, 0.9) is None
     assert isinstance(width_rule(4, 3, 0.9), ThresholdWidth)
+    for settings, kind in (
+        (Settings(threshold=0.9), ThresholdWidth),
+        (Settings(threshold=0.9, draws="distinct"), DistinctWidth),
+        (Settings(threshold=0.9, width_rule="distinct", method="beam"), DistinctWidth),
+        (Settings(threshold=0.9, method="beam"), type(None)),  # the paper's rule needs a forest
+        (Settings(draws="distinct"), type(None)),
+    ):
+        assert isinstance(width_rule_of(settings), kind)
+
+
+def test_the_width_of_distinct_beams_is_how_many_hold_the_mass() -> None:
+    p = np.array([0.1, 0.5, 0.0, 0.15, 0.25])
+    for t, wanted in ((0.3, 1), (0.5, 1), (0.51, 2), (0.75, 2), (0.76, 3), (0.9, 3), (0.91, 4), (1.0, 4)):
+        assert DistinctWidth(9, 1, t).of(p) == wanted
+    assert DistinctWidth(3, 1, 1.0).of(p) == 3
+    assert DistinctWidth(9, 2, 0.3).of(p) == 2
+
+
+def test_the_papers_rule_beside_distinct_draws_is_refused_by_name() -> None:
+    with pytest.raises(UserError, match="width-rule paper counts iid draws"):
+        Settings(draws="distinct", width_rule="paper", threshold=0.9)
+    # A preset's own rule yields to what is given.
+    assert Settings(width_rule="paper", threshold=0.9).merged({"draws": "distinct"}).width_rule == "auto"

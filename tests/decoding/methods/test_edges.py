@@ -27,6 +27,11 @@ METHODS: dict[str, dict[str, Any]] = {
     "dsbd cover dynamic": {
         "method": "dsbd", "verify": "cover", "gamma": 3, "draft_width": 4, "threshold": 0.7,
     },
+    "beam distinct": {"method": "beam", "draws": "distinct"},
+    "dsbd distinct": {"method": "dsbd", "verify": "cover", "gamma": 3, "draft_width": 4, "draws": "distinct"},
+    "dsbd paper distinct": {
+        "method": "dsbd", "verify": "paper", "gamma": 3, "draft_width": 4, "draws": "distinct",
+    },
     "dsbd one cache": {"method": "dsbd", "verify": "continue", "gamma": 3, "draft_width": 4, "kv": "one"},
 }  # fmt: skip
 DSBD = [name for name in METHODS if name.startswith("dsbd")]
@@ -110,7 +115,9 @@ def test_the_width_returns_when_it_can(method: str) -> None:
     run, layers, _ = play(case, seed=0)
     assert [layer.distinct for layer in layers[:2]] == [1, 1]
     assert layers[2].distinct == 4 or len(layers[2].draws) < 16
-    if "dynamic" not in method:
+    if "distinct" in method:
+        assert [len(layer.draws) for layer in layers] == [1, 1, 4, 16, 16]
+    elif "dynamic" not in method:
         assert all(len(layer.draws) == 16 for layer in layers)
         assert layers[2].distinct > 1
     for layer in layers:
