@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from dsbd_cli.decoding.cache.buffers import KVBuffer
-from dsbd_cli.decoding.forward import amx
+from dsbd_cli.decoding.forward import amx, simd
 from dsbd_cli.decoding.forward.hf import HfForward, layer_kinds
 from dsbd_cli.decoding.forward.kernels import (
     DenseLinear,
@@ -95,6 +95,20 @@ def why_no_amx(model: Any, int8: bool) -> str | None:
     return None if amx.library() is not None else "its C code does not compile here"
 
 
+def why_no_simd(model: Any, int8: bool) -> str | None:
+    if model.device.type != "cpu":
+        return "a CPU forward"
+    if model.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        return "for float32 and shorter formats"
+    attention, config = model.model.layers[0].self_attn, model.config
+    size = int(attention.head_dim)
+    if size % 16 or size > 128 or config.intermediate_size % 16:
+        return "its sizes are no multiples of 16, or its heads too large"
+    if sum(weight.numel() for weight in model.parameters()) * 4 >= spare_memory():
+        return "no memory for a second copy of the weights"
+    return None if simd.library() is not None else "no C compiler"
+
+
 def _why_no_c(model: Any, int8: bool) -> str | None:
     linear = _linear(model, int8)
     if model.device.type != "cpu" or linear is DenseLinear:
@@ -121,6 +135,7 @@ def _why_no_triton(model: Any, int8: bool) -> str | None:
 
 TABLE = (
     Backend("AMX", True, why_no_amx, lambda model, int8: amx.AmxForward(model, int8=int8)),
+    Backend("float32 in C", True, why_no_simd, lambda model, int8: simd.SimdForward(model)),
     Backend(
         "fused Llama, C kernels",
         True,
