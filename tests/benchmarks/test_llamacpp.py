@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import builtins
+import importlib.util
 
 import pytest
 
@@ -36,13 +36,6 @@ def test_it_samples_from_our_distribution():
 
 
 def test_without_the_package_one_line_says_so(monkeypatch):
-    real = builtins.__import__
-
-    def missing(name, *rest, **named):
-        if name == "xllamacpp":
-            raise ImportError(name)
-        return real(name, *rest, **named)
-
-    monkeypatch.setattr(builtins, "__import__", missing)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(UserError, match="pip install xllamacpp"):
         llamacpp.LlamaCpp(None, 100)  # type: ignore[arg-type]

@@ -69,12 +69,14 @@ class Backend(NamedTuple):
         fused: it reads the weights and runs none of the model's code, so `why_not_fused` must find nothing.
         why_not: (model, int8) to the reason why it does not serve the model here; None where it does.
         make: (model, int8) to the forward.
+        same: it makes the same forward whether int8 is asked for or not.
     """
 
     name: str
     fused: bool
     why_not: Callable[[Any, bool], str | None]
     make: Callable[[Any, bool], Forward]
+    same: bool = False
 
 
 def why_no_amx(model: Any, int8: bool) -> str | None:
@@ -111,11 +113,17 @@ def why_no_simd(model: Any, int8: bool) -> str | None:
 
 def _why_no_c(model: Any, int8: bool) -> str | None:
     linear = _linear(model, int8)
+    if reason := _why_no_products(model, int8):
+        return reason
     if model.device.type != "cpu" or linear is DenseLinear:
         return "a CPU forward with prepacked weights"
     if not c_kernels_serve(_dtype(model, linear), _head(model)):
         return "no C compiler, or a dtype or head size that the kernels do not have"
     return None
+
+
+def _why_no_products(model: Any, int8: bool) -> str | None:
+    return "no int8 products here" if int8 and _linear(model, int8) is not Int8Linear else None
 
 
 def _why_no_triton(model: Any, int8: bool) -> str | None:
@@ -135,7 +143,7 @@ def _why_no_triton(model: Any, int8: bool) -> str | None:
 
 TABLE = (
     Backend("AMX", True, why_no_amx, lambda model, int8: amx.AmxForward(model, int8=int8)),
-    Backend("float32 in C", True, why_no_simd, lambda model, int8: simd.SimdForward(model)),
+    Backend("float32 in C", True, why_no_simd, lambda model, int8: simd.SimdForward(model), True),
     Backend(
         "fused Llama, C kernels",
         True,
@@ -151,7 +159,7 @@ TABLE = (
     Backend(
         "fused Llama, tensor operations",
         True,
-        lambda model, int8: None,
+        _why_no_products,
         lambda model, int8: LlamaForward(model, _linear(model, int8), None),
     ),
     Backend("Hugging Face", False, lambda model, int8: None, lambda model, int8: HfForward(model)),
@@ -162,14 +170,14 @@ def candidates(model: Any, *, int8: bool = False, fused: bool = True) -> Iterato
     """Forwards that may serve `model`, the quickest first; the model's own comes last.
 
     Args:
-        int8: for a draft on a CPU: try those that multiply in int8 first.
+        int8: for a draft on a CPU: try those that multiply in int8, or read int8 rows as they are, first.
         fused: False leaves the model's own alone.
     """
     fused = fused and why_not_fused(model) is None
     for narrow in (True, False) if int8 and fused else (False,):
         for backend in TABLE:
-            if narrow and not backend.fused:
-                continue
+            if (narrow and not backend.fused) or (int8 and not narrow and backend.same):
+                continue  # its turn is later, or was before
             if (fused or not backend.fused) and backend.why_not(model, narrow) is None:
                 yield backend.make(model, narrow)
 
