@@ -324,17 +324,16 @@ static void grouped(long rows, const float *weight, const float *x, long stride,
 }
 #undef CASE
 
-/* Units at a time for so many rows: enough sums that each waits for none. */
-/* Units at a time for so many rows: enough sums that each waits for none. (Two vectors a unit and their
- * scales fill the registers of AVX2 already.) */
-#define UNITS(N) (VL == 16 ? (N) <= 2 ? 4 : 2 : 1)
+/* Units at a time for so many rows: enough sums that none waits for its last one. (Two vectors of a unit of
+ * blocks fill the registers of AVX2 with their scales: measured, more units are slower.) */
+#define UNITS(F, N) (VL == 16 ? (N) <= 2 ? 4 : 2 : (F) <= Q8 ? 1 : (N) == 1 ? 4 : (N) == 2 ? 2 : 1)
 
 /* out [count, 16 units] = x [count <= FEW, stride] times `units` units of weights. */
 #define FEW_OF(F, N)                                                                                          \
     for (long u = 0; u < units;) {                                                                            \
         float part[FEW * 4 * UNIT];                                                                           \
-        long a = units - u >= UNITS(N) ? UNITS(N) : 1;                                                        \
-        if (a == UNITS(N)) few(F, UNITS(N), N, weight + u * unit, x, stride, in, part);                       \
+        long a = units - u >= UNITS(F, N) ? UNITS(F, N) : 1;                                                        \
+        if (a == UNITS(F, N)) few(F, UNITS(F, N), N, weight + u * unit, x, stride, in, part);                       \
         else few(F, 1, N, weight + u * unit, x, stride, in, part);                                            \
         for (long n = 0; n < N; n++) memcpy(out + n * wide + u * UNIT, part + n * a * UNIT, (size_t)(a * UNIT) * 4); \
         u += a;                                                                                               \
