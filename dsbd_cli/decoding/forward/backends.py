@@ -106,7 +106,7 @@ def why_no_simd(model: Any, int8: bool) -> str | None:
     size = int(attention.head_dim)
     if size % 16 or size > 128 or config.intermediate_size % 16:
         return "its sizes are no multiples of 16, or its heads too large"
-    if sum(weight.numel() for weight in model.parameters()) * 4 >= spare_memory():
+    if sum(weight.numel() * weight.element_size() for weight in model.parameters()) >= spare_memory():
         return "no memory for a second copy of the weights"
     return None if simd.library() is not None else "no C compiler"
 
