@@ -5,7 +5,7 @@ BIN := .venv/bin
 TEST_ENV := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false MPLBACKEND=Agg
 
 # Triton's interpreter, which the GPU kernels run in on a CPU, is switched on for a whole process.
-TRITON_TESTS := tests/decoding/test_triton_kernels.py tests/decoding/device/test_law.py tests/decoding/device/test_iteration.py
+TRITON_TESTS := tests/decoding/forward/test_triton_kernels.py tests/decoding/device
 
 .PHONY: demo test quick lint clean
 demo: .venv/.ready ## set everything up and decode one prompt with the default pair
@@ -13,7 +13,7 @@ demo: .venv/.ready ## set everything up and decode one prompt with the default p
 
 test: .venv/.ready-test lint ## all tests; what CI runs
 	$(TEST_ENV) $(BIN)/python -m pytest -n auto --dist loadgroup
-	$(TEST_ENV) TRITON_INTERPRET=1 $(BIN)/python -m pytest -n auto --dist loadgroup $(TRITON_TESTS)
+	$(TEST_ENV) TRITON_INTERPRET=1 $(BIN)/python -m pytest -n auto --dist loadgroup -k triton $(TRITON_TESTS)
 
 quick: .venv/.ready-test lint ## the fast part of the tests
 	$(TEST_ENV) $(BIN)/python -m pytest -n auto --dist loadgroup -m "not slow"

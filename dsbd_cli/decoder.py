@@ -1,10 +1,12 @@
-"""The Python API: a `Decoder` holds a loaded pair and turns prompts into `Result`s or streams of events."""
+"""The Python API: a `Decoder` holds a loaded pair and turns prompts into `Result`s or streams of events.
+
+One module, since loading, decoding and measuring a prompt share the one pair that a `Decoder` holds.
+"""
 
 from __future__ import annotations
 
-import secrets
-import time
-from collections.abc import Iterator
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,33 +16,24 @@ from dsbd_cli.decoding import (
     Event,
     Finished,
     HfTreeModel,
-    Iteration,
-    Layer,
-    Node,
     Notice,
     PathModel,
-    Prefilled,
-    Run,
     Sampler,
-    SeededSampler,
-    Text,
     Trie,
-    common_ancestor,
-    decode,
+    Verdict,
     demand_of,
-    draft_processor,
-    start,
-    top_n_needed,
 )
 from dsbd_cli.energy import EnergyMeter
 from dsbd_cli.errors import UserError
+from dsbd_cli.generation import Generation, Planned
 from dsbd_cli.loading import LoadedModel, Pair, PairSpec, load_pair
 from dsbd_cli.loading.model import same_model
+from dsbd_cli.many import Batch, in_order
+from dsbd_cli.prices.pair import PairPrices
 from dsbd_cli.prompts import Prompt, encode
-from dsbd_cli.result import Beam, Result, Stats
+from dsbd_cli.result import Result
 from dsbd_cli.settings import DRAFTING, Settings, never_passes
-from dsbd_cli.tally import Tally, ratio
-from dsbd_cli.text import ConfirmedText, Detokenizer, Endings, visible_text
+from dsbd_cli.text import Detokenizer
 
 
 class Decoder:
@@ -58,6 +51,7 @@ class Decoder:
         self.detokenize = Detokenizer(pair.tokenizer)
         self.target = _tree_model(pair.target, pair, "target")
         self.draft = _tree_model(pair.draft, pair, "draft") if pair.draft is not None else None
+        self.prices = PairPrices(self.target, self.draft)
         self._path: PathModel | None = None
         self.engines = Engines()
         self._choice: Choice | None = None
@@ -138,12 +132,53 @@ class Decoder:
             energy: measure it; off where the caller does, for reading a card's counter takes a while.
         """
         settings = settings or self.settings
+        plan = self.plan(prompt, settings)
+        for note in plan.notes:
+            yield Notice(note)
+        draft = self.draft if plan.drafts else None
+        if draft is not None:
+            if (line := self.prices.announcement(settings)) is not None:
+                yield Notice(line)
+            for note in self.prices.look_up(settings).notes:
+                yield Notice(note)
+        yield from Generation(self, plan, self.ready(settings), draft, reuse).events(energy)
+
+    def generate_many(
+        self, prompts: Iterable[Prompt], settings: Settings | Sequence[Settings] | None = None, *,
+        batch: int | None = None,
+    ) -> Iterator[Result]:  # fmt: skip
+        """Decode many prompts at a time; results in the order of the prompts, each as `generate` gives it.
+
+        Args:
+            prompts: taken as places become free.
+            settings: for all of them, or as many as there are prompts.
+            batch: how many at a time; None: as many as this machine does well.
+
+        Raises:
+            UserError: a prompt that cannot work with this pair, once those before it are done.
+            RunError: non-finite logits.
+        """
+        own = settings or self.settings
+        each = itertools.repeat(own) if isinstance(own, Settings) else own
+        with Batch(self, batch) as running:
+            for answer in in_order(running.answers(zip(prompts, each, strict=False))):
+                if answer.error is not None:
+                    raise answer.error
+                assert answer.result is not None
+                yield answer.result
+
+    def plan(self, prompt: Prompt, settings: Settings) -> Planned:
+        """What there is to do for a prompt.
+
+        Raises:
+            UserError: settings or prompt that cannot work with this pair.
+        """
         ids, notes = encode(prompt, self.pair.tokenizer, settings, self.pair.vocab_size)
         budget, more = self._budget(len(ids), settings.max_new_tokens)
         drafting = settings.method in DRAFTING
         if drafting and self.draft is None:
             raise UserError(f"method {settings.method} needs a draft model: give --draft, or --method beam")
-        target = self.ready(settings)
+        self.ready(settings)
         draft = self.draft if drafting else None
         limit = draft.max_positions if draft is not None else None
         if limit is not None and len(ids) > limit:
@@ -155,9 +190,7 @@ class Decoder:
             more = [*more, "the prompt has tokens that the draft lacks: decoding without a draft, same law"]
         if (doubt := never_passes(settings)) is not None and draft is not None:
             more = [*more, doubt]
-        for note in [*notes, *more]:
-            yield Notice(note)
-        yield from _Generation(self, settings, target, draft, ids, budget, reuse).events(energy)
+        return Planned(settings, ids, budget, draft is not None, [*notes, *more])
 
     def ready(self, settings: Settings) -> HfTreeModel | PathModel:
         """What decodes with these settings: a tree, or for `multinomial` a path where no tree is possible.
@@ -202,6 +235,15 @@ class Decoder:
         return room, [f"max-new-tokens clamped from {wanted} to {room}: {prompt_tokens} prompt tokens, "
                       f"{limit} is {name}"]  # fmt: skip
 
+    def verdicts(self) -> dict[str, dict[str, Any]]:
+        """What the self-test said of each model, as plain values; runs it where it was not run yet.
+
+        Raises:
+            UserError: an architecture that trees do not serve.
+        """
+        models = {"target": self.target} | ({"draft": self.draft} if self.draft is not None else {})
+        return {role: model.verdict()._asdict() for role, model in models.items()}
+
     def meter(self, with_draft: bool) -> EnergyMeter:
         """An energy meter over the devices that a run uses."""
         models = [self.pair.target, *([self.pair.draft] if with_draft and self.pair.draft else [])]
@@ -228,143 +270,5 @@ def _tree_model(loaded: LoadedModel, pair: Pair, role: str) -> HfTreeModel:
         max_positions=loaded.max_positions,
         # Of the same model as the target every proposal is accepted: not in another arithmetic.
         int8=role == "draft" and loaded.device.type == "cpu" and not same_model(loaded, pair.target),
+        tested=Verdict(**pair.verdicts[role]) if role in pair.verdicts else None,
     )
-
-
-class _Generation:
-    """One prompt through one method: owns the clocks, the counts and the confirmed text."""
-
-    def __init__(
-        self,
-        decoder: Decoder,
-        settings: Settings,
-        target: HfTreeModel | PathModel,
-        draft: HfTreeModel | None,
-        ids: list[int],
-        budget: int,
-        reuse: bool,
-    ) -> None:
-        self.reuse, self.target = reuse, target
-        self.decoder, self.settings, self.draft, self.ids, self.budget = decoder, settings, draft, ids, budget
-        self.seed = secrets.randbelow(2**31) if settings.seed is None else settings.seed
-        self.tally, self.stats = Tally(), Stats(prompt_tokens=len(ids))
-        self.seconds = 0.0
-        ends = Endings(decoder.detokenize, decoder.pair.eos_ids, settings.stop, budget)
-        self.trie = Trie(ends, decoder.pair.eos_ids, budget)
-        self.text = ConfirmedText(decoder.detokenize, settings.stop)
-
-    def events(self, energy: bool) -> Iterator[Event]:
-        begin = time.perf_counter()
-        run = self._start()
-        self.stats.prefill_s = time.perf_counter() - begin
-        yield Prefilled(self.ids, self.stats.prefill_s)
-        meter = self.decoder.meter(self.draft is not None) if energy else None
-        if meter is not None:
-            meter.start()
-        if self.budget > 0:
-            yield from self._decode(run)
-        if meter is not None:
-            used = meter.stop()
-            self.stats.energy_j = used.joules
-            self.stats.energy_source = used.source if used.joules is not None else used.reason
-        result = self._result(run)
-        left = self.text.finish(result.text)
-        if left:
-            yield Text(left)
-        yield Finished(result)
-
-    def _start(self) -> Run:
-        target, settings, trie = self.target, self.settings, self.trie
-        target.prefill(self.ids, trie.root, top_n=top_n_needed(settings, len(trie.eos_ids)), reuse=self.reuse)
-        if self.draft is not None:
-            self.draft.prefill(self.ids, trie.root, top_n=draft_processor(settings).top_n, reuse=self.reuse)
-        samplers = SeededSampler(self.seed, 0), SeededSampler(self.seed, 1)
-        choice = self.decoder.choose(settings, target, self.draft, trie, samplers[1])
-        run = start(settings, target, self.draft, trie, *samplers, choice.engine, choice.proposer)
-        run.keep_answer = self.reuse
-        return run
-
-    def _decode(self, run: Run) -> Iterator[Event]:
-        loop = decode(run, self.settings)
-        warned = False
-        end = time.perf_counter()
-        while True:
-            # Only the engine's own time counts: a consumer may take its time over an event. What a
-            # device meanwhile does for the next iteration counts too.
-            begin = time.perf_counter()
-            if isinstance(self.target, HfTreeModel) and self.target.captured:
-                self.seconds += self.target.clock.overlap(begin - end)
-            event = next(loop, None)
-            end = time.perf_counter()
-            self.seconds += end - begin
-            if event is None:
-                return
-            if isinstance(event, Layer):
-                self.tally.add(event)
-            if isinstance(event, Iteration):
-                if run.proposer is not None and run.proposer.exhausted and not warned:
-                    warned = True
-                    yield Notice("the draft's context is full: going on without a draft, same law")
-                if new := self._confirm(run):
-                    yield Text(new)
-            yield event
-
-    def _confirm(self, run: Run) -> str:
-        """Text on which all live beams and the best finished one agree."""
-        if self.settings.num_return > 1 or not run.hypotheses.active:
-            return ""
-        rivals = list(run.hypotheses.active)
-        best = run.hypotheses.best_finished()
-        node = common_ancestor([*rivals, best] if best is not None else rivals)
-        return self.text.advance(node) if node.finish is None else ""
-
-    def _result(self, run: Run) -> Result:
-        settings, decoder, stats = self.settings, self.decoder, self.stats
-        ranking = run.hypotheses.ranking()[: settings.num_return]
-        best = ranking[0]
-        stats.new_tokens = best.depth
-        stats.target_calls = self.target.calls
-        stats.draft_calls = self.draft.calls if self.draft is not None else 0
-        self.tally.fill(stats)
-        stats.decode_s = self.seconds
-        stats.tokens_per_s = ratio(stats.new_tokens, self.seconds)
-        stats.kv_slots_peak = self.target.slots_peak
-        caches = [self.target, *([self.draft] if self.draft is not None else [])]
-        stats.kv_bytes_peak = _sum_known([cache.bytes_peak for cache in caches])
-        stats.kv_bytes_allocated = _sum_known([cache.bytes_allocated for cache in caches])
-        if stats.energy_j is not None:
-            stats.joules_per_token = ratio(stats.energy_j, stats.new_tokens)
-        stats.notes = [note for cache in caches for note in cache.notes] + decoder.engines.notes
-        stats.paths = decoder.describe()
-        return Result(
-            text=visible_text(best, decoder.detokenize, settings.stop),
-            token_ids=best.tokens(),
-            finish_reason=_reason(best, self.budget),
-            method=settings.method,
-            settings=settings,
-            seed=self.seed,
-            models=decoder.models(),
-            beams=[self._beam(run, node) for node in ranking],
-            stats=stats,
-        )
-
-    def _beam(self, run: Run, node: Node) -> Beam:
-        return Beam(
-            text=visible_text(node, self.decoder.detokenize, self.settings.stop),
-            token_ids=node.tokens(),
-            logprob=node.score,
-            score=run.hypotheses.score(node),
-            finished=node.finish is not None,
-        )
-
-
-def _sum_known(parts: list[int | None]) -> int | None:
-    """The sum, or None where a part is not known."""
-    known = [part for part in parts if part is not None]
-    return sum(known) if len(known) == len(parts) else None
-
-
-def _reason(node: Node, budget: int) -> str:
-    if node.finish is not None:
-        return node.finish
-    return "length" if budget == 0 else "early_stop"

@@ -29,7 +29,7 @@ class Stats:
         new_tokens: length of the answer's `token_ids`.
         layers: committed layers. target_calls, draft_calls: forwards, prefill left out.
         drafts_examined, drafts_accepted: draft draws looked at (those under dead parents count as
-            rejected, those after the last slot not at all); for `cover` slots, and those in the forest.
+            rejected, those after the last draw not at all); for `cover` draws, and those in the forest.
         accepted_by_depth: [layer of the forest] -> [examined, accepted].
         widths, distinct_widths: draws, and distinct sequences, of each committed layer.
         prefill_s, decode_s: seconds inside the engine, what consumes the events left out.
@@ -37,7 +37,8 @@ class Stats:
         kv_slots_peak: peak live slots of the target. kv_bytes_peak: peak live slots x bytes, target
             plus draft; kv_bytes_allocated: what the buffers hold.
         energy_j: joules of the decode window; energy_source says how measured, or why not.
-        paths: which forward served each model and which engine ran, and why no other; a sentence each.
+        paths: which forward served each model and which engine ran, and why no other, and the prices that forests
+            followed; a sentence each.
     """
 
     prompt_tokens: int = 0

@@ -46,8 +46,10 @@ class Settings:
         verify: `paper`, `continue` or `cover` (docs/design.md section 3).
         threshold: t of the dynamic width in (0, 1], or None for a fixed width (docs/design.md section 4).
         min_width: W_min, 1 <= W_min <= width; 2 where nothing is given, and 1 beside width 1.
-        forest: `adaptive`: on a CPU as many layers and nodes as recently paid, gamma and W_S at most; `full`:
-            always gamma layers of W_S (a GPU drafts them anyway).
+        forest: `adaptive`: where the host drafts, as many layers and nodes as recently paid, gamma and W_S at
+            most, down to none; `full`: always gamma layers of W_S (a GPU drafts them anyway).
+        prices: what nodes and layers of an adaptive forest cost: `auto` (measured on this machine, once), `off`
+            (assumed from sizes) or a file that `dsbd doctor --measure` or `dsbd tune` wrote.
         tree: per-depth expansion of SpecInfer, or None for (2, 2, 1).
         kv: `all`, or `one` for the paper's memory-constrained mode.
         deterministic: Hugging Face's beam search, token for token (beam and dsbd only).
@@ -72,6 +74,7 @@ class Settings:
     threshold: float | None = None
     min_width: int = _Default(2)
     forest: str = "adaptive"
+    prices: str = "auto"
     tree: tuple[int, ...] | None = None
     kv: str = "all"
     deterministic: bool = False
@@ -181,6 +184,8 @@ def _in_range(name: str, value: Any) -> None:
         raise UserError(f"threshold must lie in (0, 1], or be `none`, not {value:g}")
     elif name == "length_penalty" and not -10 <= value <= 10:  # beyond, length ** alpha leaves all numbers
         raise UserError(f"length-penalty must lie in -10..10, not {value}")
+    elif name == "prices" and value not in ("auto", "off") and not value.endswith(".json"):
+        raise UserError(f"prices must be auto, off, or a .json file of prices, not {value!r}")
     elif name == "tree" and value is not None:
         if not value or min(value) < 1:
             raise UserError(f"tree must be positive numbers such as 2,2,1, not {list(value)}")

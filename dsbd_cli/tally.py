@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from dsbd_cli.decoding import Layer
+from typing import TYPE_CHECKING
+
 from dsbd_cli.result import Stats
+
+if TYPE_CHECKING:
+    from dsbd_cli.decoding import Layer
 
 
 class Tally:

@@ -11,6 +11,7 @@ ROOT = Path(__file__).parents[1]
 COMMANDS = {
     "generate": "Decode one prompt, or many.",
     "chat": "A conversation; `/help` inside it lists its commands.",
+    "tune": "The quickest settings for a machine, a pair and some prompts, as a preset ([how](speed.md#prices)).",
     "trace": "Replay or draw what `dsbd generate --trace` recorded.",
 }
 PROGRAM = "from dsbd_cli.cli.main import main; main()"

@@ -1,4 +1,4 @@
-"""What all tests share: no network, one torch thread, and where the optional shared data lies."""
+"""What all tests share: no network, one torch thread, and where optional data lies."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ import pytest
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# What a forward costs is measured in tests of that alone: no clock decides anything elsewhere.
+os.environ.setdefault("DSBD_PRICES", "off")
 
 # A suite started in the background inherits an ignored SIGINT, and hands it on to what it starts.
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
@@ -19,9 +21,9 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
 
 
 @pytest.fixture(scope="session")
-def shared() -> Path:
-    """The folder of benchmark data beside the checkout; tests that want it are skipped without it."""
-    folder = Path(os.environ.get("DSBD_SHARED") or Path(__file__).parents[2] / "shared")
-    if not (folder / "data").is_dir():
-        pytest.skip("needs the benchmark data folder (DSBD_SHARED), which is not part of the project")
-    return folder
+def bench_data() -> Path:
+    """Benchmark data in the official layouts; tests that want it are skipped without it."""
+    root = Path(os.environ.get("DSBD_BENCH_DATA", ""))
+    if not (root / "spider").is_dir():
+        pytest.skip("no benchmark data: set DSBD_BENCH_DATA to a folder that holds spider, squad, ...")
+    return root

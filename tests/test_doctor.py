@@ -71,7 +71,17 @@ def test_json_is_one_document(monkeypatch, tmp_path):
     monkeypatch.setenv("DSBD_CACHE", str(tmp_path / "none"))
     result = CliRunner().invoke(app, ["--json"])
     report = json.loads(result.stdout)
-    assert set(report) == {"dsbd", "python", "packages", "devices", "energy", "hub", "cache", "presets"}
+    assert set(report) == {
+        "dsbd",
+        "python",
+        "packages",
+        "devices",
+        "energy",
+        "hub",
+        "cache",
+        "presets",
+        "prices",
+    }
     assert report["packages"]["transformers"]
     assert report["devices"][0].startswith("cpu: ")
     assert report["cache"] == f"{tmp_path / 'none'} (empty)"

@@ -1,4 +1,5 @@
-"""Who imports whom: no circle, rooms of `decoding` in their order, one door into them, a law without torch.
+"""Who imports whom: no circle, rooms of `decoding` in their order, one door into them, a law without torch;
+and modules that a reader can hold.
 
 Read from the source, so late imports inside functions and those for type checkers count as well.
 """
@@ -18,6 +19,8 @@ ROOT = Path(__file__).parents[1]
 DOOR = "dsbd_cli.decoding"
 # A room imports itself and rooms of a smaller number; `methods` and `device` do not know each other.
 RANKS = {"law": 0, "tree": 1, "cache": 2, "forward": 3, "model": 4, "device": 5, "methods": 5}
+# A longer module is one thing, and its docstring says why.
+MOST_LINES = 300
 # Measuring code looks inside: which rooms, file by file. Everything else knows the door only.
 LOOKS_INSIDE = {
     "benchmarks/gpu_check.py": {"cache", "forward"},
@@ -110,6 +113,7 @@ def test_imports_are_read_wherever_they_stand(code: str, names: set[str]) -> Non
 
 def test_no_module_imports_itself_by_way_of_others() -> None:
     known = modules("dsbd_cli")
+    assert len(known) > 150
     graph = {name: set(imported(path) & known.keys()) for name, path in known.items()}
     assert not circles(graph), "\n".join(" -> ".join(circle) for circle in circles(graph))
 
@@ -152,6 +156,16 @@ def test_others_come_in_by_the_door() -> None:
     assert used == LOOKS_INSIDE, "a permission that nobody uses any more"
 
 
+def test_a_long_module_says_why_it_is_one() -> None:
+    silent = []
+    for module, path in modules("dsbd_cli").items():
+        text = path.read_text(encoding="utf-8")
+        says = " ".join((ast.get_docstring(ast.parse(text)) or "").split())
+        if len(text.splitlines()) > MOST_LINES and "One module, since " not in says:
+            silent.append(f"{module} has {len(text.splitlines())} lines")
+    assert not silent, "\n".join(silent)
+
+
 def test_the_law_needs_numpy_only() -> None:
     allowed = sys.stdlib_module_names | {"numpy"}
     wrong = [
@@ -184,3 +198,12 @@ def test_the_law_can_be_imported_where_there_is_no_torch() -> None:
     done = subprocess.run([sys.executable, "-c", BLOCKED], capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     assert "dsbd_cli.decoding.law.verification" in done.stdout.split()
+
+
+def test_the_methods_import_neither_torch_nor_transformers() -> None:
+    code = (
+        "import sys, dsbd_cli, dsbd_cli.decoding.methods;"
+        "print(sorted({'torch', 'transformers'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
+    assert done.stdout.strip() == "[]"

@@ -1,15 +1,14 @@
-"""Decoding the prompts of a batch one after the other, and what is written about each."""
+"""Decoding the prompts of a batch, many at a time, and what is written about each."""
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import secrets
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dsbd_cli.batch.items import Item, item_seed, read_items
+from dsbd_cli.batch.items import AUTO, Item, read_items
 from dsbd_cli.batch.progress import BatchProgress
 from dsbd_cli.batch.shard import Shard
 from dsbd_cli.batch.store import Store
@@ -29,40 +28,15 @@ _SAMPLES = 64  # numbers of each weight that go into its fingerprint
 Tell = Callable[[str], None]
 
 
-def decode_item(
-    decoder: Decoder, settings: Settings, seed: int, item: Item
-) -> tuple[dict[str, Any], Result | None]:
-    """The record of one prompt: the result's fields, or `error` where the prompt cannot be served.
-
-    Nothing in it depends on the prompts before: keys and values are computed anew, and what the
-    shared buffers hold (`kv_bytes_allocated`) is left out.
-
-    Raises:
-        RunError: the run itself broke, which ends the batch.
-    """
-    from dsbd_cli.decoding import Finished, Notice
-
-    head: dict[str, Any] = {"index": item.index} | ({"id": item.id} if item.id is not None else {})
-    own = dataclasses.replace(settings, seed=item_seed(seed, item.index))
-    notes = []
-    try:
-        for event in decoder.stream(item.prompt, own):
-            if isinstance(event, Notice):
-                notes.append(event.text)
-            elif isinstance(event, Finished):
-                event.result.stats.kv_bytes_allocated = None
-                return head | event.result.to_dict() | ({"notes": notes} if notes else {}), event.result
-    except UserError as error:
-        return head | {"error": str(error)}, None
-    raise AssertionError("a stream ends with Finished")
-
-
-def run_file(chosen: Chosen, source: Path, output: Path, tell: Tell, *, bar: bool) -> list[Result]:
+def run_file(
+    chosen: Chosen, source: Path, output: Path, tell: Tell, *, bar: bool, batch: str = AUTO
+) -> list[Result]:
     """Decode every prompt of `source` into `output`; goes on where an earlier run of the same was cut off.
 
     Args:
         chosen: models and settings.
         tell: receives notices. bar: draw progress on stderr.
+        batch: how many at a time: a number, or `auto`.
 
     Returns:
         The results decoded by this process, now.
@@ -109,22 +83,26 @@ def run_file(chosen: Chosen, source: Path, output: Path, tell: Tell, *, bar: boo
         if resumed := sum(item.index in done for item in mine):
             tell(f"{resumed} of {len(mine)} prompts are done already: going on")
         refused = 0
+
+        from dsbd_cli.batch.decode import Running, decode_items
+
+        def open_() -> Iterator[Item]:
+            for item in mine:
+                if item.index not in done:
+                    yield item
+                elif shard.world == 1 and (kept := store.kept(item.index)) and item.index >= store.whole:
+                    store.add_line(kept)
+
         try:
-            with BatchProgress(len(mine), resumed, tell, bar=bar) as progress:
-                for item in mine:
-                    if item.index in done:
-                        if (
-                            shard.world == 1
-                            and (kept := store.kept(item.index))
-                            and item.index >= store.whole
-                        ):
-                            store.add_line(kept)
-                        continue
-                    record, result = decode_item(decoder, settings, seed, item)
+            with (
+                Running(decoder, batch, tell) as running,
+                BatchProgress(len(mine), resumed, tell, bar=bar) as progress,
+            ):
+                for item, record, result in decode_items(decoder, settings, seed, open_(), running):
                     store.add(item.index, record)
                     refused += result is None
                     results += [] if result is None else [result]
-                    progress.step(result)
+                    progress.step(result, running.load())
         except KeyboardInterrupt:
             there = f"{resumed + refused + len(results)} of {len(mine)} prompts"
             raise Stopped(f"stopped with {there}; the same command goes on") from None
@@ -170,41 +148,60 @@ def _fingerprint(model: Any) -> str:
 def run_lines(
     decoder: Decoder,
     settings: Settings,
-    prompts: Iterable[str],
+    prompts: Callable[[Callable[[], bool]], Iterable[str | None]],
     write: Callable[[str], None],
     tell: Tell,
     *,
     json: bool,
+    batch: str = AUTO,
 ) -> list[Result]:
     """Answer prompts as they come, one output line each, in order.
 
     Args:
+        prompts: given whether to wait for one, the prompts; None for "none just now".
         write: receives each line as soon as it is complete.
         json: a whole record a line; else the answer alone as a JSON string (an answer may hold line
             ends), with several to return a list of them, and null for a prompt that was refused.
+        batch: how many at a time, at most: a number, or `auto`.
 
     Raises:
         UserError: after the last line, if any prompt was refused.
     """
     import json as encoder
 
+    from dsbd_cli.batch.decode import Running, decode_items
+
     seed = settings.seed if settings.seed is not None else secrets.randbelow(2**31)
     results: list[Result] = []
     refused: list[str] = []
     total = 0
-    for index, prompt in enumerate(prompts):
-        total = index + 1
-        record, result = decode_item(decoder, settings, seed, Item(index, prompt))
-        if result is None:
-            refused.append(f"line {total}: {record['error']}")
-        else:
-            results.append(result)
-        write(encoder.dumps(record if json else _answer(result), ensure_ascii=False, allow_nan=False) + "\n")
+    with Running(decoder, batch, tell) as running:
+        for item, record, result in decode_items(
+            decoder, settings, seed, _numbered(prompts(lambda: running.idle)), running
+        ):
+            total = item.index + 1
+            if result is None:
+                refused.append(f"line {total}: {record['error']}")
+            else:
+                results.append(result)
+            write(
+                encoder.dumps(record if json else _answer(result), ensure_ascii=False, allow_nan=False) + "\n"
+            )
     if settings.seed is None:
         tell(f"seed {seed}")
     if refused:
         raise UserError(f"{len(refused)} of {total} prompts were refused; {refused[0]}")
     return results
+
+
+def _numbered(prompts: Iterable[str | None]) -> Iterator[Item | None]:
+    index = 0
+    for prompt in prompts:
+        if prompt is None:
+            yield None
+        else:
+            yield Item(index, prompt)
+            index += 1
 
 
 def _answer(result: Result | None) -> str | list[str] | None:

@@ -11,11 +11,12 @@ from typing import Any
 from dsbd_cli.bench import export, pairs
 from dsbd_cli.bench.cells import word
 from dsbd_cli.bench.files import Record, read_ratings, read_results, read_run
+from dsbd_cli.bench.paired_tables import paired_table
 from dsbd_cli.bench.pairs import Clocked, Pair
 from dsbd_cli.bench.score import PRIMARY
 from dsbd_cli.bench.sessions import differing
 from dsbd_cli.bench.summary import with_ratings
-from dsbd_cli.bench.tables import Column, Table, paired_table
+from dsbd_cli.bench.table import Column, Table
 from dsbd_cli.bench.terminal import in_width, table_text
 from dsbd_cli.errors import UserError
 from dsbd_cli.settings import near

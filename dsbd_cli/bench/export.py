@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from dsbd_cli.bench.files import Record, write_whole
-from dsbd_cli.bench.tables import NAMES, Table
+from dsbd_cli.bench.table import Table
+from dsbd_cli.bench.tables import NAMES
 
 FOLDER = "tables"
 _SUFFIXES = (".csv", ".md", ".tex")

@@ -8,8 +8,8 @@ from html import escape
 from typing import Any
 
 from dsbd_cli.bench.cells import fixed
+from dsbd_cli.bench.paired_tables import needed
 from dsbd_cli.bench.stats import FEWEST, MOST_NEEDED
-from dsbd_cli.bench.tables import needed
 
 Run = Mapping[str, Any]
 Show = Callable[..., str]

@@ -10,7 +10,8 @@ from dsbd_cli.bench import published, tables
 from dsbd_cli.bench.cells import word
 from dsbd_cli.bench.findings import findings
 from dsbd_cli.bench.html_style import CSS
-from dsbd_cli.bench.tables import Table
+from dsbd_cli.bench.paired_tables import comparisons
+from dsbd_cli.bench.table import Table
 from dsbd_cli.bench.terminal import energy_line
 
 Run = Mapping[str, Any]
@@ -114,7 +115,7 @@ def _section(table: Table, run: Run, several: bool) -> str:
 
 
 def _comparisons(run: Run, several: bool) -> str:
-    made = (tables.comparisons(run, every=False), tables.outliers(run), tables.turns(run), tables.groups(run))
+    made = (comparisons(run, every=False), tables.outliers(run), tables.turns(run), tables.groups(run))
     return "".join(_section(table, run, several) for table in made)
 
 

@@ -5,102 +5,19 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-COLORS = {
-    "dsbd": "#0b6e4f",
-    "beam": "#c1440e",
-    "multinomial": "#7a7a7a",
-    "speculative": "#2d6cdf",
-    "specinfer": "#8e44ad",
-    "hf": "#b8860b",
-}
-MARKERS = {"dsbd": "o", "beam": "s", "multinomial": "D", "speculative": "^", "specinfer": "v", "hf": "P"}
-Point = tuple[float, float]
-
-
-def family(method: str) -> str:
-    """The colour group of a method."""
-    return "hf" if method.startswith("hf-") else "dsbd" if method.startswith("dsbd") else method
-
-
-def start() -> Any:
-    """pyplot with the report's style."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    plt.rcParams.update(
-        {
-            "figure.dpi": 110,
-            "savefig.dpi": 160,
-            "font.size": 10,
-            "axes.spines.top": False,
-            "axes.spines.right": False,
-            "axes.grid": True,
-            "grid.color": "#e6e6e6",
-            "axes.axisbelow": True,
-            "axes.titlesize": 11,
-            "axes.titleweight": "bold",
-            "axes.labelcolor": "#333333",
-            "svg.hashsalt": "dsbd",
-        }
-    )
-    return plt
-
-
-def close(figure: Any) -> Any:
-    """The finished figure, whose axes begin at 0 or say that they do not."""
-    for axis in figure.axes:
-        _origin(axis, "x")
-        _origin(axis, "y")
-    return figure
-
-
-def _origin(axis: Any, which: str) -> None:
-    """Begin an axis of numbers at 0 where that costs little of the room; else say so in its label."""
-    label = getattr(axis, f"get_{which}label")()
-    if not label or label in _NO_SCALE or getattr(axis, f"{which}axis").get_scale() == "log":
-        return
-    ends = getattr(axis, f"get_{which}lim")()
-    low, high = min(ends), max(ends)
-    if low <= 0 <= high:
-        return
-    if 0 < low < _NEAR * high:
-        set_ends = getattr(axis, f"set_{which}lim")
-        set_ends((0, high) if ends[0] < ends[1] else (high, 0))
-    else:
-        getattr(axis, f"set_{which}label")(f"{label}\n(axis does not begin at 0)")
-
-
-# An axis that begins below this part of its end is begun at 0.
-_NEAR = 0.4
-# Axes of names and of places in an order, where 0 means nothing.
-_NO_SCALE = {"layer of the draft"}
-
-
-def value(arm: Mapping[str, Any], name: str) -> float | None:
-    """A number of an arm's summary, or None."""
-    entry = arm.get(name)
-    return entry["value"] if isinstance(entry, Mapping) else entry
-
-
-def front(points: Sequence[Point], low_x: bool = False) -> list[Point]:
-    """The Pareto front: no other point is better on both axes (y high; x high, or low if `low_x`)."""
-    best: list[Point] = []
-    for x, y in sorted(points, key=lambda p: (p[0] if low_x else -p[0], -p[1])):
-        if not best or y > best[-1][1]:
-            best.append((x, y))
-    return best
+from dsbd_cli.bench import canvas
+from dsbd_cli.bench.canvas import COLORS, MARKERS, begin_at_0, close, errors_of
+from dsbd_cli.bench.fronts import Point, family, front, value
 
 
 def pareto(plt: Any, arms: Mapping[str, Any], x: str, x_label: str, qualities: Sequence[tuple[str, str]],
            low_x: bool = False) -> Any:  # fmt: skip
     """Quality against speed or energy with intervals; fronts of the DSBD, of the beam and of all arms."""
     usable = {name: arm for name, arm in arms.items() if value(arm, x) is not None}
-    qualities = [entry for entry in qualities if _tells_apart(usable, entry[0])]
+    qualities = [entry for entry in qualities if canvas.tells_apart(usable, entry[0])]
     if not usable or not qualities:
         return None
-    figure, axes = _panels(plt, len(qualities), 4.5)
+    figure, axes = canvas.panels(plt, len(qualities), 4.5)
     edge = _edge(usable, x, low_x)
     labels: list[tuple[Any, list[tuple[Point, str]]]] = []
     for axis, (quality, label) in zip(axes, qualities, strict=True):
@@ -139,12 +56,12 @@ def pareto(plt: Any, arms: Mapping[str, Any], x: str, x_label: str, qualities: S
             axis.invert_xaxis()
         shown = [s for s in spots if s[0] in keep or not usable[s[1]]["swept"]]
         labels.append((axis, [*shown, *outside]))
-    _legend(figure, usable, overall=True)
+    canvas.legend(figure, usable, overall=True)
     close(figure)
     figure.canvas.draw()
     figure.set_layout_engine("none")  # labels are placed on the final axes
     for axis, spots in labels:
-        _labels(figure, axis, spots)
+        canvas.place_labels(figure, axis, spots)
     return figure
 
 
@@ -163,102 +80,12 @@ def _far(across: float, edge: float, low_x: bool) -> bool:
     return across > 2 * edge if low_x else across < edge / 2
 
 
-def _panels(plt: Any, count: int, height: float) -> tuple[Any, list[Any]]:
-    """A figure of `count` panels, two a row so that they stay readable on a page."""
-    columns, rows = min(2, count), (count + 1) // 2
-    figure, axes = plt.subplots(
-        rows,
-        columns,
-        figsize=(5.7 * columns if count > 1 else 6.8, height * rows),
-        squeeze=False,
-        layout="constrained",
-    )
-    every = list(axes.flat)
-    for spare in every[count:]:
-        spare.remove()
-    return figure, every[:count]
-
-
-def _tells_apart(arms: Mapping[str, Any], name: str) -> bool:
-    """Whether the arms differ in a figure at all: a panel on which all are equal says nothing."""
-    values = {value(arm, name) for arm in arms.values()} - {None}
-    return len(values) > 1
-
-
-def errors_of(arm: Mapping[str, Any], **sides: str) -> dict[str, Any]:
-    """`xerr` and `yerr` of a point from the intervals of an arm's figures; nothing where there is none."""
-    errors: dict[str, Any] = {}
-    for side, name in sides.items():
-        entry = arm[name]
-        if isinstance(entry, Mapping) and entry["low"] is not None:
-            errors[side] = [
-                [max(0.0, entry["value"] - entry["low"])],
-                [max(0.0, entry["high"] - entry["value"])],
-            ]
-    return errors
-
-
 def _spot(axis: Any, arm: Mapping[str, Any], x: str, y: str, group: str, plain: bool) -> None:
     axis.errorbar(
         value(arm, x), value(arm, y), **errors_of(arm, xerr=x, yerr=y), fmt=MARKERS[group], color=COLORS[group],
         ms=7 if plain else 5, elinewidth=0.8 if plain else 0.5, ecolor=COLORS[group] + ("66" if plain else "33"),
         mec="white", mew=0.8, zorder=4 if plain else 3, alpha=1 if plain else 0.7,
     )  # fmt: skip
-
-
-def _labels(figure: Any, axis: Any, spots: Sequence[tuple[Point, str]]) -> None:
-    """Names beside points, placed where they cover neither a point nor another name; else left out."""
-    renderer = figure.canvas.get_renderer()
-    taken = [_box(axis.transData.transform(point), 9) for point, _ in spots]
-    merged: dict[Point, list[str]] = {}
-    for point, name in spots:
-        merged.setdefault(point, []).append(name)
-    inside = axis.get_window_extent(renderer)
-    right = min(inside.x1 + 60, figure.bbox.x1 - 4)
-    # Plain arms first: their names matter most.
-    for point, names in sorted(merged.items(), key=lambda entry: "=" in entry[1][0]):
-        for dx, dy, side in _PLACES:
-            text = axis.annotate(
-                ", ".join(names), point, textcoords="offset points", xytext=(dx, dy), ha=side, va="center",
-                fontsize=7.5, color="#333333", zorder=5,
-                arrowprops={"arrowstyle": "-", "lw": 0.5, "color": "#999999"} if abs(dy) > 12 else None,
-            )  # fmt: skip
-            extent = text.get_window_extent(renderer)
-            fits = inside.x0 <= extent.x0 and extent.x1 <= right and inside.y0 <= extent.y0
-            if fits and extent.y1 <= inside.y1 and not any(extent.overlaps(box) for box in taken):
-                taken.append(extent)
-                break
-            text.remove()
-
-
-# Offsets in points, nearest first, with the side the text is anchored on.
-_PLACES = tuple(
-    (dx * sign, dy, "left" if sign > 0 else "right")
-    for dx, dy in ((7, 8), (7, -8), (8, 0), (12, 18), (12, -18), (14, 28), (14, -28), (16, 40), (16, -40))
-    for sign in (1, -1)
-)
-
-
-def _box(center: Any, side: float) -> Any:
-    from matplotlib.transforms import Bbox
-
-    return Bbox.from_bounds(center[0] - side / 2, center[1] - side / 2, side, side)
-
-
-def _legend(figure: Any, arms: Mapping[str, Any], overall: bool = False) -> None:
-    from matplotlib.lines import Line2D
-
-    groups = dict.fromkeys(family(arm["method"]) for arm in arms.values())
-    names = {"hf": "Hugging Face generate", "dsbd": "DSBD"}
-    handles = [
-        Line2D([], [], marker=MARKERS[g], color=COLORS[g], ls="-" if g in ("dsbd", "beam") else "", mec="white",
-               label=names.get(g, g))
-        for g in groups
-    ]  # fmt: skip
-    if overall:
-        handles.append(Line2D([], [], color="#222222", lw=1.1, ls=(0, (4, 3)), label="best of all"))
-    columns = min(len(handles), max(3, int(figure.get_size_inches()[0] / 1.75)))
-    figure.legend(handles=handles, loc="outside upper center", ncols=columns, frameon=False, fontsize=9)
 
 
 def widths(plt: Any, arms: Mapping[str, Any], panels: Sequence[tuple[str, str]]) -> Any:
@@ -269,10 +96,10 @@ def widths(plt: Any, arms: Mapping[str, Any], panels: Sequence[tuple[str, str]])
         if value(arm, "distinct_width") is not None
         and family(arm["method"]) in ("dsbd", "beam", "multinomial")
     }
-    panels = [entry for entry in panels if _tells_apart(usable, entry[0])]
+    panels = [entry for entry in panels if canvas.tells_apart(usable, entry[0])]
     if len(usable) < 2 or not panels:
         return None
-    figure, axes = _panels(plt, len(panels), 3.7)
+    figure, axes = canvas.panels(plt, len(panels), 3.7)
     for axis, (name, label) in zip(axes, panels, strict=True):
         for arm in usable.values():
             if value(arm, name) is not None:
@@ -285,7 +112,7 @@ def widths(plt: Any, arms: Mapping[str, Any], panels: Sequence[tuple[str, str]])
         axis.set_xlabel("distinct beams per layer, median item")
         axis.set_ylabel(label)
         axis.margins(0.12)
-    _legend(figure, usable)
+    canvas.legend(figure, usable)
     return close(figure)
 
 
@@ -303,11 +130,11 @@ def ablation(plt: Any, arms: Mapping[str, Any], setting: str, panels: Sequence[t
     drawn = {
         f"{line} {number}": arm for line, points in lines.items() for number, (_, arm) in enumerate(points)
     }
-    panels = [entry for entry in panels if _tells_apart(drawn, entry[0])]
+    panels = [entry for entry in panels if canvas.tells_apart(drawn, entry[0])]
     if not lines or not panels:
         return None
     order = sorted(values, key=lambda v: (v is None, str(type(v)), v if v is not None else 0))
-    figure, axes = _panels(plt, len(panels), 3.7)
+    figure, axes = canvas.panels(plt, len(panels), 3.7)
     shades = plt.get_cmap("viridis")
     many = len(lines) > 6
     for axis, (name, label) in zip(axes, panels, strict=True):
@@ -338,7 +165,7 @@ def ablation(plt: Any, arms: Mapping[str, Any], setting: str, panels: Sequence[t
             handles[:12], labels[:12], loc="outside lower center", ncols=2, frameon=False, fontsize=7.5
         )
     for axis in axes:
-        _origin(axis, "y")
+        begin_at_0(axis, "y")
     return figure
 
 

@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from dsbd_cli.bench import export, html, plots, tables
+from dsbd_cli.bench import canvas, export, html, plots, tables
 from dsbd_cli.bench.files import SUMMARY, read_ratings, read_results, read_run, write_whole
 from dsbd_cli.bench.summary import summarize, with_ratings
 from dsbd_cli.errors import UserError
@@ -90,7 +90,7 @@ def all_arms(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 def _figures(runs: Sequence[Mapping[str, Any]], folder: Path) -> Iterator[tuple[str, html.Figure]]:
     """(name, picture) of each figure that the data allow; PNG and SVG files beside the report."""
-    plt = plots.start()
+    plt = canvas.start()
     arms = all_arms(runs)
     kinds = {run["data"]["kind"] for run in runs}
     score = runs[0]["primary"][1] if len(kinds) == 1 else "score"

@@ -2,80 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-from dsbd_cli.bench.cells import NA, fixed, interval, number, percent, size, word
-from dsbd_cli.bench.plots import family, front
-from dsbd_cli.bench.stats import MOST_NEEDED
+from dsbd_cli.bench.cells import NA, fixed, interval, percent, size
+from dsbd_cli.bench.fronts import shown_arms
+from dsbd_cli.bench.paired_tables import comparisons
+from dsbd_cli.bench.table import ARM, BASE, COUNT, Column, Table, estimate, figure, rounded
 
 Run = Mapping[str, Any]
 
 
-@dataclass(frozen=True)
-class Column:
-    """One column.
-
-    Attributes:
-        key: its name in CSV files; an estimate fills KEY, KEY_low, KEY_high and KEY_n there.
-        head: its heading for people.
-        show: a value as text.
-        estimate: whether values are estimates (dicts), or None.
-        meaning: a sentence for the legend.
-    """
-
-    key: str
-    head: str
-    show: Callable[[Any], str] = word
-    estimate: bool = False
-    meaning: str = ""
-
-
-@dataclass(frozen=True)
-class Table:
-    """Values in rows; `texts` gives them as people read them.
-
-    Attributes:
-        name: of the exported files. title: the heading. note: a sentence below it.
-        marked: rows that stand out.
-    """
-
-    name: str
-    title: str
-    columns: Sequence[Column]
-    rows: Sequence[Sequence[Any]]
-    note: str = ""
-    marked: Sequence[int] = field(default_factory=tuple)
-
-    @property
-    def heads(self) -> list[str]:
-        return [column.head for column in self.columns]
-
-    def texts(self) -> list[list[str]]:
-        return [
-            [column.show(cell) for column, cell in zip(self.columns, row, strict=True)] for row in self.rows
-        ]
-
-
 NAMES = ("results", "comparisons", "cost", "memory", "turns", "groups", "depth", "outcomes", "outliers", "settings",
          "sessions")  # fmt: skip
-
-
-def _estimate(key: str, head: str, places: int | None = None, meaning: str = "") -> Column:
-    return Column(key, head, lambda entry: interval(entry, places), True, meaning)
-
-
-def _number(key: str, head: str, meaning: str = "") -> Column:
-    return Column(key, head, number, meaning=meaning)
-
-
-def _fixed(key: str, head: str, places: int = 2, meaning: str = "") -> Column:
-    return Column(key, head, lambda value: fixed(value, places), meaning=meaning)
-
-
-ARM = Column("arm", "arm", meaning="method, and what a sweep changed")
-COUNT = Column("items", "n", meaning="items that the score rests on, of those asked where some have none")
 
 
 def tables(run: Run) -> Iterator[Table]:
@@ -111,18 +50,18 @@ def results(run: Run) -> Table:
     columns = [
         ARM,
         COUNT,
-        _estimate("score", "score", 2 if rating else 3, f"mean {run['primary'][1]} over items"),
-        *([_estimate("f1", "F1", 3, "mean F1 over items")] if f1 else []),
-        _estimate("logprob", "log-prob, nats/token", 3, "raw target log-probability per token of the answers"),
-        _estimate("tokens_per_s", "tok/s", None, "tokens of the answer over seconds of decoding, without prefill"),
+        estimate("score", "score", 2 if rating else 3, f"mean {run['primary'][1]} over items"),
+        *([estimate("f1", "F1", 3, "mean F1 over items")] if f1 else []),
+        estimate("logprob", "log-prob, nats/token", 3, "raw target log-probability per token of the answers"),
+        estimate("tokens_per_s", "tok/s", None, "tokens of the answer over seconds of decoding, without prefill"),
         Column("speed", "x base", speed, True, "tokens per second over the baseline's on the same item"),
         Column("speed_of_sums", "x base, sums", lambda v: "1 (base)" if v is BASE else fixed(v, 2),
                meaning="the same from the sums over all items, which long and disturbed answers dominate"),
-        _estimate("joules_per_token", "J/token", None, "joules per token of the whole call, with prefill"),
-        _fixed("layers_per_call", "layers/call", 2, "committed layers per target call"),
+        estimate("joules_per_token", "J/token", None, "joules per token of the whole call, with prefill"),
+        rounded("layers_per_call", "layers/call", 2, "committed layers per target call"),
         Column("accepted", "accepted", percent, meaning="drafts accepted of those examined"),
-        _fixed("width", "width", 2, "mean draws per layer"),
-        _fixed("distinct_width", "distinct", 2, "mean distinct sequences per layer"),
+        rounded("width", "width", 2, "mean draws per layer"),
+        rounded("distinct_width", "distinct", 2, "mean distinct sequences per layer"),
     ]  # fmt: skip
     rows = []
     for name, arm in run["arms"].items():
@@ -152,10 +91,6 @@ def results(run: Run) -> Table:
     return Table("results", "Results", columns, rows, note, marked)
 
 
-# Stands for the baseline's own row, which is 1 by definition.
-BASE: dict[str, Any] = {"value": 1.0, "low": None, "high": None, "items": None}
-
-
 def scored(arm: Run) -> str:
     """How many items the score rests on, of how many."""
     items = arm["items"]
@@ -163,108 +98,15 @@ def scored(arm: Run) -> str:
     return str(items) if known in (0, items) else f"{known} of {items}"
 
 
-def comparisons(run: Run, every: bool = True) -> Table:
-    """The paired comparisons: against Hugging Face's beams first, then against the baseline.
-
-    Args:
-        every: with the swept arms that others beat.
-    """
-    found = [(entry["arm"], entry["base"], entry) for entry in run["against_hf"]]
-    known = {(arm, base) for arm, base, _ in found}
-    arms = run["arms"] if every else shown_arms(run)
-    found += [
-        (name, run["baseline"], arm["against_baseline"])
-        for name, arm in arms.items()
-        if arm["against_baseline"] and name != run["baseline"] and (name, run["baseline"]) not in known
-    ]
-    table = paired_table(found, run["primary"][1])
-    left = len(run["arms"]) - len(arms)
-    more = f" {left} swept arms that others beat are in the exported table only." if left else ""
-    return replace(table, note=table.note + more)
-
-
-def paired_table(found: Sequence[tuple[str, str, Mapping[str, Any]]], score: str) -> Table:
-    """A row for each measure of each (arm, against, comparison); `score` = how the score is called."""
-    measures = (("speed", "x tokens/s", None), ("joules_per_token", "x J/token", None), ("score", score, 3),
-                ("f1", "F1", 3), ("logprob", "log-prob, nats/token", 3))  # fmt: skip
-    columns = [
-        Column("arm", "arm"),
-        Column("against", "against"),
-        Column("measure", "measure"),
-        Column("difference", "ratio or difference", _difference, True),
-        Column("items", "n"),
-        Column("p", "p", p_value),
-        Column("needed", "n needed", needed),
-    ]
-    rows = [
-        [arm, base, words, {**entry[key], "places": places}, entry[key]["items"], entry[key]["p"],
-         entry[key]["needed"]]
-        for arm, base, entry in found
-        for key, words, places in measures
-        if entry[key]["value"] is not None
-    ]  # fmt: skip
-    note = (
-        "Pairs of answers to the same item; a ratio is the median of the items' ratios, a difference the mean of "
-        "their differences. p: Wilcoxon's signed-rank test, McNemar's exact test for yes/no scores, not adjusted "
-        "for the number of rows. n needed: items that would show the difference found, if it is the true one, in "
-        "80 of 100 such runs (paired t-test at 5 %)."
-    )
-    return Table("comparisons", "Paired comparisons", columns, rows, note)
-
-
-def _difference(entry: Mapping[str, Any]) -> str:
-    """A ratio, or with its places a difference and its sign."""
-    return interval(entry, 2) if entry["places"] is None else signed(entry, entry["places"])
-
-
-def signed(entry: Mapping[str, Any] | None, places: int) -> str:
-    """A difference with its sign, and its interval."""
-    if entry is None or entry["value"] is None:
-        return NA
-    text = f"{entry['value']:+.{places}f}"
-    if entry["low"] is None:
-        return text
-    return f"{text} [{entry['low']:+.{places}f}, {entry['high']:+.{places}f}]"
-
-
-def p_value(value: float | None) -> str:
-    return NA if value is None else "<0.001" if value < 0.001 else f"{value:.3f}"
-
-
-def needed(count: int | None) -> str:
-    return NA if count is None else "over a million" if count >= MOST_NEEDED else f"{count:,}"
-
-
-def shown_arms(run: Run) -> dict[str, Run]:
-    """The plain arms, and of the swept ones those that no other of their kind beats."""
-    best = on_front(run["arms"])
-    return {name: arm for name, arm in run["arms"].items() if not arm["swept"] or name in best}
-
-
-def on_front(arms: Mapping[str, Run]) -> set[str]:
-    """Names of the DSBD and beam arms that no other of their kind beats on both log-prob and tokens/s."""
-    names = set()
-    for group in ("beam", "dsbd"):
-        points = {
-            name: (arm["tokens_per_s"]["value"], arm["logprob_per_token"]["value"])
-            for name, arm in arms.items()
-            if family(arm["method"]) == group
-        }
-        known = {name: point for name, point in points.items() if None not in point}
-        best = front(list(known.values()))
-        names |= {name for name, point in known.items() if point in best}
-    return names
-
-
 def cost(run: Run) -> Table:
     """In the form of the paper's Table 1: what a quality costs."""
     columns = [
         Column("method", "method"),
-        _fixed("score", run["primary"][1], 3),
-        _fixed("perplexity", "perplexity", 2),
-        _number("tokens_per_s", "tokens/s"),
+        rounded("score", run["primary"][1], 3),
+        rounded("perplexity", "perplexity", 2),
+        figure("tokens_per_s", "tokens/s"),
         Column("speed", "x speed", lambda e: "1 (base)" if e is BASE else interval(e, 2), True),
-        _number("joules_per_token", "J/token"),
+        figure("joules_per_token", "J/token"),
         Column("joules", "x J/token", lambda e: "1 (base)" if e is BASE else interval(e, 2), True),
     ]
     rows = []
@@ -287,8 +129,8 @@ def memory(run: Run) -> Table:
         Column("kv_bytes_peak", "peak KV, both models", size),
         Column("kv_slots_peak", "KV slots, target"),
         Column("peak_bytes", "peak of the allocator", size),
-        _fixed("score", "score", 3),
-        _number("tokens_per_s", "tokens/s"),
+        rounded("score", "score", 3),
+        figure("tokens_per_s", "tokens/s"),
     ]
     rows = [
         [name, arm["kv_bytes_peak"], arm["kv_slots_peak"], arm["peak_bytes"], arm["score"]["value"],
@@ -305,10 +147,10 @@ def turns(run: Run) -> Table:
     if not run["judge"]:
         arms = {}
     count = max((len(arm["turns"]) for arm in arms.values()), default=0)
-    columns = [ARM, _estimate("score", "both turns", 2), Column("conversations", "n")]
+    columns = [ARM, estimate("score", "both turns", 2), Column("conversations", "n")]
     for turn in range(1, count + 1):
         columns += [
-            _estimate(f"turn_{turn}", f"turn {turn}", 2),
+            estimate(f"turn_{turn}", f"turn {turn}", 2),
             Column(f"turn_{turn}_items", "n"),
             Column(f"turn_{turn}_missing", "missing"),
         ]
@@ -329,9 +171,9 @@ def groups(run: Run) -> Table:
         Column("group", head),
         ARM,
         Column("items", "n"),
-        _estimate("score", run["primary"][1], 2 if run["primary"][0] == "rating" else 3),
-        _estimate("tokens_per_s", "tok/s"),
-        _estimate("speed", "x base", 2),
+        estimate("score", run["primary"][1], 2 if run["primary"][0] == "rating" else 3),
+        estimate("tokens_per_s", "tok/s"),
+        estimate("speed", "x base", 2),
     ]
     plain = {name: arm for name, arm in run["arms"].items() if not arm["swept"] and arm["groups"]}
     names = list(dict.fromkeys(group for arm in plain.values() for group in arm["groups"]))
@@ -351,8 +193,8 @@ def depths(run: Run) -> Table:
     columns = [
         ARM,
         Column("layer", "layer of the draft"),
-        _estimate("accepted", "share accepted, median item", 2),
-        _fixed("accepted_of_sums", "of all drafts"),
+        estimate("accepted", "share accepted, median item", 2),
+        rounded("accepted_of_sums", "of all drafts"),
         Column("items", "items"),
         Column("drafts", "drafts"),
     ]
@@ -387,11 +229,11 @@ def outliers(run: Run) -> Table:
         Column("item", "item"),
         ARM,
         Column("against", "against"),
-        _number("ratio", "x speed"),
+        figure("ratio", "x speed"),
         Column("tokens", "tokens"),
-        _number("seconds", "seconds"),
+        figure("seconds", "seconds"),
         Column("base_tokens", "its tokens"),
-        _number("base_seconds", "its seconds"),
+        figure("base_seconds", "its seconds"),
     ]
     found = [(entry["arm"], entry["base"], entry["speed"]) for entry in run["against_hf"]]
     found += [

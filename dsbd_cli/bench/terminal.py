@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from dsbd_cli.bench import tables
-from dsbd_cli.bench.tables import Table
+from dsbd_cli.bench.table import Table
 
 
 def text_table(names: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

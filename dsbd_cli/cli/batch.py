@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from dsbd_cli.batch.items import AUTO
 from dsbd_cli.cli.options import Chosen
 from dsbd_cli.cli.output import Out
 from dsbd_cli.errors import UserError
@@ -14,6 +16,8 @@ from dsbd_cli.tally import ratio
 
 if TYPE_CHECKING:
     from dsbd_cli.result import Result
+
+_MOST = 4096
 
 
 def many(
@@ -26,6 +30,7 @@ def many(
     json: bool,
     stats: bool,
     quiet: bool,
+    batch: str,
     refuse: Mapping[str, bool],
 ) -> None:
     """Answer many prompts with one load of the pair.
@@ -45,39 +50,56 @@ def many(
     for name, path in (("--input", source), ("--output", output)):
         if path == Path("-"):
             raise UserError(f"{name} - is no file: for stdin and stdout there is --lines")
-    results = _from_stdin(chosen, tell, json) if source is None or output is None else _from_file(
-        chosen, source, output, tell, quiet)  # fmt: skip
+    check_batch(batch)
+    begin = time.monotonic()
+    results = _from_stdin(chosen, tell, json, batch) if source is None or output is None else _from_file(
+        chosen, source, output, tell, quiet, batch)  # fmt: skip
     if stats:
-        print_totals(results)
+        print_totals(results, time.monotonic() - begin)
 
 
-def _from_stdin(chosen: Chosen, tell: Callable[[str], None], json: bool) -> list[Result]:
+def check_batch(batch: str) -> None:
+    """Refuse what is no number of prompts.
+
+    Raises:
+        UserError: neither `auto` nor a whole number from 1 to 4096.
+    """
+    if batch != AUTO and not (batch.isascii() and batch.isdigit() and 1 <= int(batch) <= _MOST):
+        raise UserError(f"--batch must be auto or a whole number from 1 to {_MOST}, not {batch}")
+
+
+def _from_stdin(chosen: Chosen, tell: Callable[[str], None], json: bool, batch: str) -> list[Result]:
     from dsbd_cli.batch.run import run_lines
     from dsbd_cli.batch.shard import Shard
-    from dsbd_cli.cli.stdin import stdin_lines
+    from dsbd_cli.cli.stdin import arriving_lines
 
     if Shard.from_env().world > 1:
         raise UserError("--lines is for one process: under torchrun use --input and --output")
     decoder = chosen.load()
     for line in decoder.pair.notes:
         tell(line)
-    return run_lines(decoder, decoder.settings, stdin_lines(), Out().write_json, tell, json=json)
+    write = Out().write_json
+    return run_lines(decoder, decoder.settings, arriving_lines, write, tell, json=json, batch=batch)
 
 
 def _from_file(
-    chosen: Chosen, source: Path, output: Path, tell: Callable[[str], None], quiet: bool
+    chosen: Chosen, source: Path, output: Path, tell: Callable[[str], None], quiet: bool, batch: str
 ) -> list[Result]:
     from dsbd_cli.batch.run import run_file
     from dsbd_cli.ui.look import panel_stream
 
     bar = not quiet and panel_stream() is sys.stderr
-    return run_file(chosen, source, output, tell, bar=bar)
+    return run_file(chosen, source, output, tell, bar=bar, batch=batch)
 
 
-def print_totals(results: list[Result]) -> None:
-    """Sums and ratios over prompts, on stderr."""
+def print_totals(results: list[Result], seconds: float) -> None:
+    """Sums and ratios over prompts, on stderr.
+
+    Args:
+        seconds: of the whole run, loading included.
+    """
     stats = [result.stats for result in results]
-    tokens, seconds = sum(one.new_tokens for one in stats), sum(one.decode_s or 0.0 for one in stats)
+    tokens = sum(one.new_tokens for one in stats)
     layers, calls = sum(one.layers for one in stats), sum(one.target_calls for one in stats)
     examined, accepted = sum(one.drafts_examined for one in stats), sum(one.drafts_accepted for one in stats)
     joules = [one.energy_j for one in stats]
@@ -85,7 +107,7 @@ def print_totals(results: list[Result]) -> None:
     totals = {
         "prompts": len(results),
         "new_tokens": tokens,
-        "decode_s": seconds,
+        "seconds": seconds,
         "tokens_per_s": ratio(tokens, seconds),
         "layers_per_target_call": ratio(layers, calls),
         "acceptance_rate": ratio(accepted, examined),

@@ -13,7 +13,7 @@ from typing import Annotated, Any
 import typer
 
 from dsbd_cli.energy_probes import is_sliced
-from dsbd_cli.errors import DsbdError
+from dsbd_cli.errors import DsbdError, UserError
 from dsbd_cli.version import __version__
 
 _PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "gguf", "accelerate", "nvidia-ml-py",
@@ -22,8 +22,16 @@ _PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "gguf", "acce
 
 def doctor(
     json: Annotated[bool, typer.Option("--json", help="One JSON object instead of lines.")] = False,
+    measure: Annotated[
+        str | None,
+        typer.Option(
+            "--measure", help="Measure anew what forwards cost with the pair of this preset, and keep it."
+        ),
+    ] = None,
 ) -> None:
-    """Say what dsbd sees: python, libraries, devices, energy counters, cache, and presets on disk."""
+    """Say what dsbd sees: python, libraries, devices, energy counters, cache, presets on disk, and measured prices."""
+    if measure is not None:
+        _measure(measure)
     report = examine()
     if json:
         sys.stdout.write(encoder.dumps(report, ensure_ascii=False) + "\n")
@@ -47,6 +55,7 @@ def examine() -> dict[str, Any]:
         "hub": _hub,
         "cache": _cache,
         "presets": _presets,
+        "prices": _prices,
     }
     report = {}
     for name, look in parts.items():
@@ -164,6 +173,34 @@ def _presets() -> dict[str, str]:
         )
         for preset in list_presets()
     }
+
+
+def _prices() -> list[str]:
+    """What forwards were measured to cost, for the pairs that decoded here."""
+    from dsbd_cli.prices.store import listed
+
+    lines = []
+    for facts, prices in listed():
+        models = [facts[role] for role in ("target", "draft") if isinstance(facts.get(role), dict)]
+        names = " + ".join(f"{one.get('name')} ({one.get('dtype')}, {one.get('device')})" for one in models)
+        threads = f", {facts['threads']} threads" if "threads" in facts else ""
+        lines.append(f"{names}{threads}, torch {facts.get('torch')}: {prices.describe()}")
+    return lines
+
+
+def _measure(preset: str) -> None:
+    """Measure the prices of a preset's pair.
+
+    Raises:
+        UserError: no such preset, a pair without a draft, or a cache folder that cannot be written.
+    """
+    from dsbd_cli.cli.options import Chosen
+
+    chosen = Chosen(preset, {}, {"method": "dsbd"})
+    decoder = chosen.load()
+    if decoder.prices.measured(again=True).prices is None:
+        raise UserError("the cache folder cannot be written, so measured prices would be lost: set DSBD_CACHE to "
+                        "a folder that can")  # fmt: skip
 
 
 def _presence(text: str, role: str, root: Path) -> str:

@@ -10,9 +10,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from dsbd_cli.batch.items import AUTO
 from dsbd_cli.cli.options import Chosen, decoding_options
 from dsbd_cli.cli.output import Out, StdoutError, note
 from dsbd_cli.cli.stdin import read_prompt
+from dsbd_cli.errors import UserError
 from dsbd_cli.paths import refuse_unwritable
 from dsbd_cli.ui.look import is_terminal, panel_stream
 
@@ -65,6 +67,16 @@ def generate(
             rich_help_panel=BATCH,
         ),
     ] = None,
+    batch: Annotated[
+        str | None,
+        typer.Option(
+            "--batch",
+            metavar="N|auto",
+            help="How many of them are decoded at a time: a number, auto (what this machine does well; the default), "
+            "or 1. An answer does not depend on it.",
+            rich_help_panel=BATCH,
+        ),
+    ] = None,
 ) -> None:
     """Decode a prompt and print the answer.
 
@@ -76,8 +88,22 @@ def generate(
         from dsbd_cli.cli.batch import many
 
         refuse = {"a PROMPT": prompt is not None, "--trace": trace is not None, "--show-tokens": show_tokens}
-        many(chosen, lines, input, output, tell, json=json, stats=stats, quiet=quiet, refuse=refuse)
+        at_once = AUTO if batch is None else batch
+        many(
+            chosen,
+            lines,
+            input,
+            output,
+            tell,
+            json=json,
+            stats=stats,
+            quiet=quiet,
+            batch=at_once,
+            refuse=refuse,
+        )
         return
+    if batch is not None:
+        raise UserError("--batch is for many prompts: give --lines, or --input with --output")
     # Before stdin is read: whoever types a prompt there should not do so in vain.
     chosen.check()
     if trace is not None:

@@ -47,7 +47,7 @@ def root(
 
 
 def _mount() -> None:
-    from dsbd_cli.cli import bench, chat, distill, doctor, generate, presets, trace
+    from dsbd_cli.cli import bench, chat, distill, doctor, generate, presets, trace, tune
 
     app.command("generate", no_args_is_help=False)(generate.generate)
     app.command("chat")(chat.chat)
@@ -56,6 +56,7 @@ def _mount() -> None:
     app.add_typer(presets.app, name="presets")
     app.command("doctor")(doctor.doctor)
     app.command("trace")(trace.trace)
+    app.command("tune", no_args_is_help=False)(tune.tune)
 
 
 def say(line: str) -> None:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 from collections.abc import Callable
@@ -61,6 +62,12 @@ PARAMETERS = [
         Text,
         "--forest",
         help="adaptive: on a CPU, draft as much as recently paid; full: always gamma layers of W_S.",
+        panel=DECODING,
+    ),
+    _option(
+        Text,
+        "--prices",
+        help="What an adaptive forest costs: auto (measured here, once), off (assumed), or a file of prices.",
         panel=DECODING,
     ),
     _option(Text, "--tree", help="SpecInfer's expansion per depth, e.g. 2,2,1.", panel=DECODING),
@@ -192,14 +199,7 @@ class Chosen:
         if not quiet:
             waiting.waiting(self.what(spec, wanted))
         try:
-            from dsbd_cli.decoder import Decoder
-            from dsbd_cli.loading import load_pair
-            from dsbd_cli.loading.progress import TerminalProgress
-
-            with TerminalProgress() as progress:
-                pair = load_pair(spec, need_draft=wanted, progress=progress)
-            make_current(pair.target.device)
-            return Decoder(pair, settings)
+            return _open(spec, settings, wanted)
         finally:
             waiting.ready()
 
@@ -210,6 +210,25 @@ class Chosen:
 
         texts = [spec.target, *([spec.draft] if draft and spec.draft else [])]
         return "loading " + " + ".join(parse_source(text).name for text in texts)
+
+
+def _open(spec: Any, settings: Settings, wanted: bool) -> Decoder:
+    """A decoder over a pair as it was remembered, or loaded in full and then remembered."""
+    from dsbd_cli.decoder import Decoder
+    from dsbd_cli.loading import load_pair
+    from dsbd_cli.loading.progress import TerminalProgress
+    from dsbd_cli.loading.ready import pair as ready
+
+    if (known := ready.load(spec, need_draft=wanted)) is not None:
+        return Decoder(known, settings)
+    with TerminalProgress() as progress:
+        pair = load_pair(spec, need_draft=wanted, progress=progress)
+    make_current(pair.target.device)
+    decoder = Decoder(pair, settings)
+    if pair.target.device.type == "cpu":
+        with contextlib.suppress(UserError):  # what is not served is said when it is asked for
+            ready.remember(spec, pair, decoder.verdicts())
+    return decoder
 
 
 def make_current(device: torch.device) -> None:

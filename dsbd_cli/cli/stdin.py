@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import codecs
+import io
 import os
+import select
 import sys
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Iterator
 
 from dsbd_cli.errors import UserError
 from dsbd_cli.settings import broken
@@ -28,6 +31,58 @@ def read_prompt(prompt: str | None) -> str:
         raise UserError('no prompt: dsbd generate "your prompt", or pipe it in (dsbd generate --help)')
     data = sys.stdin.buffer.read() if sys.stdin is not None else b""
     return _utf8(data.removeprefix(BOM), "stdin").removesuffix("\n").removesuffix("\r")
+
+
+def arriving_lines(wait: Callable[[], bool]) -> Iterator[str | None]:
+    """The lines of stdin as they come, without their ends; None for "none just now".
+
+    Args:
+        wait: whether to wait for a line; else there may be none yet.
+
+    Raises:
+        UserError: a line that is not UTF-8.
+    """
+    lines = _Arriving()
+    number = 0
+    while True:
+        line = lines.next(wait)
+        if line is None:
+            yield None
+            continue
+        if not line:
+            return
+        number += 1
+        text = line.removeprefix(BOM) if number == 1 else line
+        yield _utf8(text, f"line {number} of stdin").removesuffix("\n").removesuffix("\r")
+
+
+class _Arriving:
+    """Lines of stdin, without waiting for one where that can be told (not on Windows, not for what is no file)."""
+
+    def __init__(self) -> None:
+        self._file = sys.stdin.buffer if sys.stdin is not None else io.BytesIO()
+        self._lines: deque[bytes] = deque()
+        self._rest = b""
+        self._ended = False
+        try:
+            self._fd = -1 if sys.platform == "win32" else self._file.fileno()
+        except (OSError, AttributeError):
+            self._fd = -1
+
+    def next(self, wait: Callable[[], bool]) -> bytes | None:
+        """A line with its end; empty at the end of all; None where there is none yet and nobody waits."""
+        if self._fd < 0:
+            return self._file.readline()
+        while not self._lines and not self._ended:
+            if not select.select([self._fd], [], [], 0)[0] and not wait():
+                return None
+            data = os.read(self._fd, 1 << 16)
+            self._ended = not data
+            *whole, self._rest = (self._rest + data).split(b"\n")
+            self._lines += [line + b"\n" for line in whole]
+            if self._ended and self._rest:
+                self._lines.append(self._rest)
+        return self._lines.popleft() if self._lines else b""
 
 
 def stdin_lines() -> Iterator[str]:

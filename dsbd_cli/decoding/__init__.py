@@ -13,21 +13,31 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from dsbd_cli.decoding.device.engines import Choice as Choice
     from dsbd_cli.decoding.device.engines import Engines as Engines
+    from dsbd_cli.decoding.device.pipeline import Pipeline as Pipeline
+    from dsbd_cli.decoding.device.pipeline import Seat as Seat
     from dsbd_cli.decoding.forward.backends import why_not_fused as why_not_fused
     from dsbd_cli.decoding.forward.plain import FAMILIES as FAMILIES
     from dsbd_cli.decoding.forward.plain import at_home as at_home
     from dsbd_cli.decoding.forward.plain import fingerprint as fingerprint
+    from dsbd_cli.decoding.forward.selftest import Verdict as Verdict
     from dsbd_cli.decoding.law.distribution import LogitsProcessor as LogitsProcessor
     from dsbd_cli.decoding.law.distribution import Sampler as Sampler
     from dsbd_cli.decoding.law.distribution import SeededSampler as SeededSampler
     from dsbd_cli.decoding.methods.dsbd import Run as Run
+    from dsbd_cli.decoding.methods.proposers import least_width as least_width
     from dsbd_cli.decoding.methods.setup import decode as decode
     from dsbd_cli.decoding.methods.setup import demand_of as demand_of
     from dsbd_cli.decoding.methods.setup import draft_processor as draft_processor
+    from dsbd_cli.decoding.methods.setup import loop_of as loop_of
+    from dsbd_cli.decoding.methods.setup import most_nodes as most_nodes
     from dsbd_cli.decoding.methods.setup import start as start
     from dsbd_cli.decoding.methods.setup import top_n_needed as top_n_needed
     from dsbd_cli.decoding.model.hf_model import HfTreeModel as HfTreeModel
     from dsbd_cli.decoding.model.path_model import PathModel as PathModel
+    from dsbd_cli.decoding.model.protocol import Compute as Compute
+    from dsbd_cli.decoding.model.protocol import Turn as Turn
+    from dsbd_cli.decoding.model.shared import RequestModel as RequestModel
+    from dsbd_cli.decoding.model.shared import SharedModel as SharedModel
     from dsbd_cli.decoding.tree.events import Event as Event
     from dsbd_cli.decoding.tree.events import Finished as Finished
     from dsbd_cli.decoding.tree.events import Iteration as Iteration
@@ -41,13 +51,26 @@ if TYPE_CHECKING:
 
 _ROOMS = {
     "device.engines": ("Choice", "Engines"),
+    "device.pipeline": ("Pipeline", "Seat"),
     "forward.backends": ("why_not_fused",),
     "forward.plain": ("FAMILIES", "at_home", "fingerprint"),
+    "forward.selftest": ("Verdict",),
     "law.distribution": ("LogitsProcessor", "Sampler", "SeededSampler"),
     "methods.dsbd": ("Run",),
-    "methods.setup": ("decode", "demand_of", "draft_processor", "start", "top_n_needed"),
+    "methods.proposers": ("least_width",),
+    "methods.setup": (
+        "decode",
+        "demand_of",
+        "draft_processor",
+        "loop_of",
+        "most_nodes",
+        "start",
+        "top_n_needed",
+    ),
     "model.hf_model": ("HfTreeModel",),
     "model.path_model": ("PathModel",),
+    "model.protocol": ("Compute", "Turn"),
+    "model.shared": ("RequestModel", "SharedModel"),
     "tree.events": ("Event", "Finished", "Iteration", "Layer", "Notice", "Prefilled", "Text"),
     "tree.sequences": ("Node", "Trie", "common_ancestor"),
 }

@@ -12,6 +12,7 @@ import torch
 
 from dsbd_cli.distill import batches
 from dsbd_cli.distill.draft import layer_list, load_own_state, own_state, shared_names
+from dsbd_cli.distill.head import hidden_states, linear_head
 from dsbd_cli.distill.log import RunLog, Step
 from dsbd_cli.distill.loss import DistillLoss, LossWeights
 from dsbd_cli.distill.metrics import Warp, token_figures
@@ -54,30 +55,6 @@ class TrainOptions:
     warp: Warp = field(default_factory=Warp)
     seed: int = 0
     compile: bool = False
-
-
-def hidden_states(model: Any, ids: torch.Tensor) -> torch.Tensor:
-    """Last hidden states `[rows, length, H]`, as the head reads them."""
-    return getattr(model, model.base_model_prefix)(input_ids=ids, use_cache=False).last_hidden_state
-
-
-def linear_head(model: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The head's weight and bias, once logits have been seen to be that and nothing more.
-
-    Raises:
-        UserError: the model does something else to its logits (scaling, capping).
-    """
-    head = model.get_output_embeddings()
-    bias = getattr(head, "bias", None)
-    ids = torch.arange(1, 5, device=head.weight.device)[None]
-    with torch.inference_mode():
-        plain = model(input_ids=ids).logits.float()
-        ours = torch.nn.functional.linear(hidden_states(model, ids), head.weight, bias).float()
-    if plain.shape != ours.shape or (plain - ours).abs().max() > 0.02 * plain.std():
-        raise UserError(
-            f"{model.config.model_type}: its logits are more than a linear head; it cannot be distilled"
-        )
-    return head.weight.detach(), None if bias is None else bias.detach()
 
 
 class Trainer:

@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from dsbd_cli.errors import UserError
 from dsbd_cli.loading import architecture, hub
@@ -85,6 +84,8 @@ def load_config(place: Place, trust: bool) -> Any:
     Raises:
         UserError: unknown architecture, or remote code that was not allowed.
     """
+    from transformers import AutoConfig
+
     try:
         return AutoConfig.from_pretrained(place.path, trust_remote_code=trust, **place.options)
     except Exception as error:  # OSError, ValueError, KeyError, StrictDataclassError, ...
@@ -97,6 +98,8 @@ def load_tokenizer(place: Place, trust: bool) -> Any:
     Raises:
         UserError: none there, or one that cannot be read.
     """
+    from transformers import AutoTokenizer
+
     try:
         return AutoTokenizer.from_pretrained(place.path, trust_remote_code=trust, **place.options)
     except Exception as error:
@@ -111,6 +114,8 @@ def load_weights(
     Raises:
         UserError: weights that are missing, do not fit the config, or do not fit the device.
     """
+    from transformers import AutoModelForCausalLM
+
     options: dict[str, Any] = {"config": config, "dtype": dtype, "trust_remote_code": spec.trust_remote_code}
     target = place.role == "target"
     if target and spec.tensor_parallel > 1:

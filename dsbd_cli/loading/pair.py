@@ -31,6 +31,8 @@ class Pair:
         eos_ids: ids that end a text, ascending; may be empty.
         vocab_size: ids 0 .. vocab_size - 1 are tokens; rows beyond are padding with probability 0.
         notes: lines for the user, such as generation options that are not applied.
+        passing: those of `notes` that tell of this load alone.
+        verdicts: by role, what the self-test said of these very models before (`ready.pair`).
     """
 
     target: LoadedModel
@@ -39,6 +41,8 @@ class Pair:
     eos_ids: tuple[int, ...]
     vocab_size: int
     notes: list[str] = field(default_factory=list)
+    passing: list[str] = field(default_factory=list)
+    verdicts: dict[str, Any] = field(default_factory=dict)
 
 
 def load(
@@ -104,6 +108,7 @@ def load(
         eos_ids=compat.eos_ids(target.model, tokenizer),
         vocab_size=min(known, target.vocab_rows) if known else target.vocab_rows,
         notes=notes,
+        passing=place.notes + ([] if draft_place is None else draft_place.notes),
     )
 
 

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM
 
 from dsbd_cli.errors import UserError
 from dsbd_cli.loading.checkpoint import weight_files
@@ -28,6 +27,8 @@ def header_shapes(path: Path) -> dict[str, Shape]:
 
 def skeleton(config: Any, trust: bool) -> Any:
     """The model of a config without weights (on the meta device), or None where it cannot be built so."""
+    from transformers import AutoModelForCausalLM
+
     plain = copy.deepcopy(config)
     if hasattr(plain, "quantization_config"):  # how weights are stored, not what they are
         del plain.quantization_config

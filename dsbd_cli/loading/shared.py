@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM
 
 from dsbd_cli.errors import UserError
 from dsbd_cli.loading.checkpoint import check_weights
@@ -62,6 +61,8 @@ def load_shared(
     Raises:
         UserError: a broken file, or a draft made for another target.
     """
+    from transformers import AutoModelForCausalLM
+
     width = target.model.get_input_embeddings().weight.shape[-1]
     config = examine(place, target.model.config, width, target.name, trust)
     draft = AutoModelForCausalLM.from_config(_small(config), trust_remote_code=trust)

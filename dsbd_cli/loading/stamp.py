@@ -35,12 +35,12 @@ def _stamp(source: Source, revision: str | None) -> str:
         return f"{gguf_cache.CONVERSION} {source.wheel.sha256}"  # pinned, and checked when it is fetched
     if source.kind == "hub":
         snapshot = hub.cached_snapshot(source.text, revision)
-        return "not cached" if snapshot is None else _files(snapshot)
+        return "not cached" if snapshot is None else files_stamp(snapshot)
     assert source.path is not None
-    return _files(source.path)
+    return files_stamp(source.path)
 
 
-def _files(path: Path) -> str:
+def files_stamp(path: Path) -> str:
     """16 hex digits over place, size and times of a file, or of the files in a folder."""
     digest = hashlib.sha256(str(path.resolve()).encode("utf-8", "surrogateescape"))
     for file in sorted(entry for entry in path.iterdir() if entry.is_file()) if path.is_dir() else [path]:

@@ -149,8 +149,8 @@ class _Recorder:
 
 def _parents(event: Iteration) -> list[Node]:
     """The beams that the first iteration began with."""
-    slots = event.layers[0].draws if event.layers else ()
-    return list(dict.fromkeys(node.parent for node in slots if node.parent is not None))
+    draws = event.layers[0].draws if event.layers else ()
+    return list(dict.fromkeys(node.parent for node in draws if node.parent is not None))
 
 
 def _chances(event: Iteration) -> dict[Node, float]:
@@ -173,8 +173,8 @@ class _Fates:
     """How often each node was an accepted draft, a refused one, and a draw of the target's own.
 
     `paper` and `continue` put accepted draws first in a layer and filled ones after them. Where the
-    forest `covers`, the target draws every slot: one that was drafted counts as accepted, and a
-    drafted node that no slot fell on as refused.
+    forest `covers`, every draw is the target's own: one that was drafted counts as accepted, and a
+    drafted node that no draw fell on as refused.
     """
 
     accepted: Counter[Node] = field(default_factory=Counter)

@@ -48,7 +48,7 @@ def _tree(iteration: Mapping[str, Any], unicode: bool) -> Tree:
         if node["drafted"]:
             facts.append(f"q {node['q']:.2f}" + (f" x{node['drafted']}" if node["drafted"] > 1 else ""))
         if node["accepted"] + node["filled"] > 1:
-            facts.append(f"slots {node['accepted'] + node['filled']}")
+            facts.append(f"draws {node['accepted'] + node['filled']}")
         if node["logp"] is not None:
             facts.append(f"log p {node['logp']:.2f}")
         if node["finish"]:

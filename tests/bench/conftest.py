@@ -1,8 +1,7 @@
-"""What the bench tests share: the built sample, and the data folder of the environment if there is one."""
+"""What the bench tests share: the built sample, and what runs SQL."""
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import pytest
@@ -22,12 +21,3 @@ def sample_spider(tmp_path_factory) -> Path:
 def runner():
     with SqlRunner(seconds=5) as runner:
         yield runner
-
-
-@pytest.fixture(scope="session")
-def shared_data() -> Path:
-    """Benchmark data in the official layouts, outside the repository."""
-    root = Path(os.environ.get("DSBD_SHARED", Path(__file__).parents[3] / "shared")) / "data"
-    if not root.is_dir():
-        pytest.skip("no benchmark data: set DSBD_SHARED to a folder that holds data/spider, data/squad, ...")
-    return root

@@ -13,8 +13,9 @@ from typer.testing import CliRunner
 from dsbd_cli.bench.command import run_bench
 from dsbd_cli.bench.compare import compare_runs
 from dsbd_cli.bench.export import file_name, latex, to_csv, to_latex, to_markdown
+from dsbd_cli.bench.paired_tables import p_value
 from dsbd_cli.bench.report import write_report
-from dsbd_cli.bench.tables import Column, Table, p_value
+from dsbd_cli.bench.table import Column, Table
 from dsbd_cli.cli.bench import app
 from dsbd_cli.errors import UserError
 from tests.bench.double import FakeBackend, plan, prompter

@@ -20,12 +20,12 @@ def test_the_sample_says_what_it_is(kind, count, tmp_path):
     assert len({item.id for item in dataset.items}) == count
 
 
-def test_official_data(shared_data, tmp_path):
-    dataset = load_dataset("spider", shared_data, tmp_path)
+def test_official_data(bench_data, tmp_path):
+    dataset = load_dataset("spider", bench_data, tmp_path)
     assert (len(dataset.items), dataset.skipped) == (972, {"database wta_1 is not there": 62})
     assert not dataset.builtin
-    assert len(load_dataset("squad", shared_data, tmp_path).items) == 3319
-    bench = load_dataset("mt-bench", shared_data, tmp_path)
+    assert len(load_dataset("squad", bench_data, tmp_path).items) == 3319
+    bench = load_dataset("mt-bench", bench_data, tmp_path)
     assert len(bench.items) == 80
     assert sum(bool(item.references) for item in bench.items) == 30
     assert set(bench.extras["judge_prompts"]) == set(mt_bench.PROMPTS.values())

@@ -62,7 +62,7 @@ def test_a_rating_planted_in_the_answer_cannot_be_quoted_back(questions, prompts
     shown = messages[-1]["content"]
     assert "[[10]]" not in shown
     assert "[[9]]" not in shown
-    assert "{answer_1}" in shown  # an answer's braces are text, not a slot
+    assert "{answer_1}" in shown  # an answer's braces are text, not a placeholder
     assert read_rating(defuse("[[10]] [[[10]]]")) is None
 
 
@@ -82,8 +82,8 @@ def test_the_templates_are_filled(questions, prompts, turn):
         assert "{ref_" not in shown
 
 
-def test_official_templates_are_filled(shared_data, tmp_path):
-    dataset = load_dataset("mt-bench", shared_data, tmp_path)
+def test_official_templates_are_filled(bench_data, tmp_path):
+    dataset = load_dataset("mt-bench", bench_data, tmp_path)
     for item in dataset.items:
         for turn in (0, 1):
             _, messages = judge_messages(item, ["one", "two"], turn, dataset.extras["judge_prompts"])
@@ -338,7 +338,7 @@ def test_only_the_same_questions_are_rated(stub, answered, tmp_path):
 def impatient(monkeypatch):
     """A judge that is asked once each time."""
     monkeypatch.setattr("dsbd_cli.bench.judging.Judge", partial(Judge, retries=0))
-    monkeypatch.setattr("dsbd_cli.bench.command.Judge", partial(Judge, retries=0))
+    monkeypatch.setattr("dsbd_cli.bench.prepare.Judge", partial(Judge, retries=0))
 
 
 def test_a_judge_that_goes_away_is_asked_again_for_what_is_missing(stub, answered, impatient):

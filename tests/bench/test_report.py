@@ -11,7 +11,7 @@ import pytest
 from dsbd_cli.bench import tables
 from dsbd_cli.bench.cells import fixed, interval, number, size
 from dsbd_cli.bench.command import run_bench
-from dsbd_cli.bench.plots import front
+from dsbd_cli.bench.fronts import front
 from dsbd_cli.bench.published import applies
 from dsbd_cli.bench.report import write_report
 from dsbd_cli.bench.summary import summarize, with_ratings

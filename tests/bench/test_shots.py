@@ -123,11 +123,11 @@ def test_spiders_training_questions_need_a_schema_but_no_database(sample_spider,
         load_shots("spider", folder, tmp_path, 5)
 
 
-def test_official_training_data(shared_data, tmp_path):
-    shots = load_shots("spider", shared_data, tmp_path, 5)
+def test_official_training_data(bench_data, tmp_path):
+    shots = load_shots("spider", bench_data, tmp_path, 5)
     assert shots.source == "train_spider.json"
     assert len({example.groups for example in shots.pool}) == 6
-    for item in load_dataset("spider", shared_data, tmp_path).items[::50]:
+    for item in load_dataset("spider", bench_data, tmp_path).items[::50]:
         assert len(shots.of(item)) == 5
 
 

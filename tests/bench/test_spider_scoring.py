@@ -66,8 +66,8 @@ def test_every_gold_of_the_sample_is_correct_against_itself(sample_spider, runne
 
 
 @pytest.mark.slow
-def test_every_gold_of_the_dev_set_is_correct_against_itself(shared_data, runner):
-    dataset = spider.load(shared_data)
+def test_every_gold_of_the_dev_set_is_correct_against_itself(bench_data, runner):
+    dataset = spider.load(bench_data)
     scorer = SpiderScorer(runner)
     wrong = [i.id for i in dataset.items if scorer.score(i.gold, i.gold, i.database).outcome != "correct"]
     assert wrong == []

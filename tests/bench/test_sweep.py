@@ -54,7 +54,7 @@ IMPOSSIBLE = [("temperature", "nan"), ("temperature", "inf"), ("temperature", "-
               ("top_p", "-0.1"), ("top_k", "-1"), ("width", "0"), ("width", "5000"), ("draft_width", "0"),
               ("gamma", "-1"), ("min_width", "0"), ("threshold", "nan"), ("threshold", "0"), ("threshold", "inf"),
               ("length_penalty", "nan"), ("length_penalty", "99"), ("max_new_tokens", "-1"), ("verify", "papr"),
-              ("kv", "two"), ("forest", "wood"), ("early_stopping", "soon"), ("tree", "0"),
+              ("kv", "two"), ("forest", "wood"), ("prices", "dear"), ("early_stopping", "soon"), ("tree", "0"),
               ("tree", "99x99")]  # fmt: skip
 
 
@@ -64,9 +64,14 @@ def test_an_impossible_value_is_refused_like_the_single_option(name, value):
     more = {"method": "specinfer"} if name == "tree" else {}
     with pytest.raises(UserError) as single:
         Settings().merged({name: parsed, **more})
-    good = {"tree": "2x1", "verify": "paper", "kv": "one", "forest": "full", "early_stopping": "first"}.get(
-        name, "1"
-    )
+    good = {
+        "tree": "2x1",
+        "verify": "paper",
+        "kv": "one",
+        "forest": "full",
+        "prices": "off",
+        "early_stopping": "first",
+    }.get(name, "1")
     with pytest.raises(UserError) as swept:
         parse_sweep(f"{name}={good},{value}")
     assert str(swept.value) == f"--sweep: {single.value}"

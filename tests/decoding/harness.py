@@ -10,10 +10,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from dsbd_cli.decoding.law.distribution import Sampler, Support
-from dsbd_cli.decoding.methods.dsbd import Run, layers_of
+from dsbd_cli.decoding.methods.dsbd import Run, layers_of, now
 from dsbd_cli.decoding.methods.setup import decode, start
 from dsbd_cli.decoding.tree.events import Iteration, Layer
 from dsbd_cli.decoding.tree.sequences import DraftLayer, Forest, Node, Trie
+from dsbd_cli.prices import Prices
 from dsbd_cli.settings import Settings
 from tests.decoding.enumerating import Asked, Branching, law_of
 from tests.decoding.reference import Outcome, T
@@ -46,6 +47,7 @@ class Toy:
     settings: Settings
     eos: Sequence[int] = ()
     draft_depth: int | None = None
+    prices: Prices | None = None
     _models: list[TableModel] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -64,7 +66,7 @@ class Toy:
         for model in self._models:
             model.prefill([], trie.root)
         target, draft = self._models[0], self._models[1] if len(self._models) > 1 else None
-        run = start(self.settings, target, draft, trie, sampler, draft_sampler)
+        run = start(self.settings, target, draft, trie, sampler, draft_sampler, prices=self.prices)
         run.hypotheses.active = [self.node(trie, path) for path in state.active]
         run.hypotheses.pool = [self.node(trie, path) for path in state.pool]
         return run
@@ -143,7 +145,7 @@ class Toy:
         """The law of the forest that `propose` draws at `state`."""
 
         def play(sampler: Branching) -> tuple[DraftedLayer, ...]:
-            forest = self.run(_NO, sampler, state).propose()
+            forest = now(self.run(_NO, sampler, state).propose())
             return tuple(DraftedLayer.of(layer) for layer in forest.layers)
 
         return law_of(play)
@@ -156,7 +158,7 @@ class Toy:
         def play(sampler: Branching) -> tuple[Any, State, bool, bool]:
             run = self.run(sampler, _NO, state)
             forest = Forest([layer.rebuild(run.trie) for layer in layers])
-            run.advance(forest)
+            now(run.advance(forest))
             events = layers_of(run, forest, self.settings.verify)
             layer = layer_set(next(events))
             following, stopped = state_of(run), run.hypotheses.stopped()

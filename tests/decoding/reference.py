@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from tests.decoding.table_model import Path, PathLaw
 
-Slots = tuple[Path, ...]
+Paths = tuple[Path, ...]
 
 
 class T(NamedTuple):
@@ -87,13 +87,13 @@ def set_process(
     """Beam sampling as a process of sets: the law over whole runs."""
     done: dict[Outcome, float] = defaultdict(float)
     # The active set keeps the order of its first draws: ties under T go to the earlier parent.
-    open_: dict[tuple[tuple[frozenset[Path], ...], frozenset[Path], Slots], float]
+    open_: dict[tuple[tuple[frozenset[Path], ...], frozenset[Path], Paths], float]
     open_ = {((), frozenset(), ((),)): 1.0}
 
     def score(path: Path) -> float:
         return logprob(law, path) / len(path) ** alpha if path else 0.0
 
-    def over(pool: frozenset[Path], active: Slots) -> bool:
+    def over(pool: frozenset[Path], active: Paths) -> bool:
         if not active:
             return True
         if early_stopping == "never":
@@ -105,7 +105,7 @@ def set_process(
         )
 
     while open_:
-        following: dict[tuple[tuple[frozenset[Path], ...], frozenset[Path], Slots], float]
+        following: dict[tuple[tuple[frozenset[Path], ...], frozenset[Path], Paths], float]
         following = defaultdict(float)
         for (history, pool, active), mass in open_.items():
             draw = p_beam(law, active, t)

@@ -83,9 +83,6 @@ class TableModel:
     def reads(self, node: Node) -> bool:
         return True
 
-    def relative_cost(self, draft: TableModel) -> float | None:
-        return None
-
     def prefill(self, ids: Sequence[int], root: Node) -> None:
         self._known, self._held = {root}, {root}
 

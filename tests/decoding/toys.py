@@ -9,7 +9,7 @@ EOS = (3,)
 OFF, ON, TWO, HEAD = T(), T(0.9, 3, 0.97), T(0.9, 2, 0.97), T(0.7, 0, 0.8)
 
 # Chosen among random laws for its bite: under T = TWO every stop rule gives another law (by 0.19),
-# and both ways of mistreating draws under dead parents show (by 0.09); see test_methods_errata.py.
+# and both ways of mistreating draws under dead parents show (by 0.09); see methods/test_errata.py.
 TARGET = by_path(47, 4)
 OTHER = by_path(2, 4, spread=2.0)
 

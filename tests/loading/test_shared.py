@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 
 from dsbd_cli.errors import UserError
 from dsbd_cli.loading import PairSpec, load_pair
@@ -159,23 +159,3 @@ def test_a_shared_draft_cannot_be_a_target(tmp_path):
     write_shared(tmp_path / "d", rand(tmp_path / "t"))
     with pytest.raises(UserError, match="has no embeddings of its own"):
         load_pair(PairSpec(str(tmp_path / "d")))
-
-
-@pytest.mark.slow
-def test_stand_in_draft_of_the_default_target(shared, tmp_path):
-    """The published stand-in has no config: it takes its target's."""
-    from transformers import LlamaConfig
-
-    folder = shared / "draft_standin"
-    if not folder.is_dir():
-        pytest.skip("needs the stand-in draft in the shared folder")
-    # A random target of SmolLM2-135M's shape; only the embedding rows are fewer.
-    rand(tmp_path / "t", hidden_size=576, intermediate_size=1536, num_hidden_layers=5, num_attention_heads=9,
-         num_key_value_heads=3)  # fmt: skip
-    pair = load_pair(PairSpec(str(tmp_path / "t"), str(folder)))
-    assert isinstance(pair.draft.model.config, LlamaConfig)
-    assert pair.draft.model.config.num_hidden_layers == 4
-    stored = dequantised(folder / SHARED_WEIGHTS)
-    got = pair.draft.model.model.layers[3].mlp.down_proj.weight
-    assert torch.equal(got, stored["model.layers.3.mlp.down_proj.weight"])
-    assert AutoConfig.from_pretrained(tmp_path / "t").num_hidden_layers == 5

@@ -101,20 +101,20 @@ def _layer(
     width = chance.randint(settings.min_width, settings.width)
     known = forest.layers[depth].draws if depth < len(forest.layers) else []
     fitting = [node for node in known if node.parent in active]
-    slots: list[Node] = []
+    draws: list[Node] = []
     verdicts = [bool(fitting) and chance.random() < 0.6 for _ in range(min(width, len(known)))]
     for accepted in verdicts:
         if accepted:
-            slots.append(chance.choice(fitting))
-    while len(slots) < width:
-        slots.append(trie.child(chance.choice(active), chance.randrange(len(WORDS))))
-    for node in slots:
+            draws.append(chance.choice(fitting))
+    while len(draws) < width:
+        draws.append(trie.child(chance.choice(active), chance.randrange(len(WORDS))))
+    for node in draws:
         if math.isnan(node.score):
             assert node.parent is not None
             node.score = node.parent.score - chance.random()
-    distinct = len(set(slots))
+    distinct = len(set(draws))
     where = depth if depth < len(forest.layers) else None
-    return Layer(tuple(slots), distinct, len(verdicts), sum(verdicts), tuple(verdicts), where, all(verdicts))
+    return Layer(tuple(draws), distinct, len(verdicts), sum(verdicts), tuple(verdicts), where, all(verdicts))
 
 
 def _result(decoder: FakeDecoder, best: Node, text: str) -> Result:

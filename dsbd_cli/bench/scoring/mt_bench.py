@@ -25,7 +25,7 @@ NO_RATING, CUT, REFUSED = "no rating in the reply", "cut by the judge's token li
 # Statuses by which a server refuses what it was asked (too long, unfit), and would again.
 _REFUSALS = (400, 413, 422)
 _RATING = re.compile(r"\[\[\s*(\d+(?:\.\d+)?)\s*\]\]")
-_SLOT = re.compile(r"\{(\w+)\}")
+_FIELD = re.compile(r"\{(\w+)\}")
 
 
 class JudgeAway(Exception):
@@ -67,18 +67,18 @@ def judge_messages(
     """(template name, chat messages) that ask for a rating of turn `turn` (0-based)."""
     references = item.references if len(item.references) > turn else ()
     name = PROMPTS[bool(references), turn > 0]
-    slots = {"question": item.questions[turn], "answer": defuse(answers[turn])}
+    fields = {"question": item.questions[turn], "answer": defuse(answers[turn])}
     for number in range(turn + 1):
-        slots[f"question_{number + 1}"] = item.questions[number]
-        slots[f"answer_{number + 1}"] = defuse(answers[number])
+        fields[f"question_{number + 1}"] = item.questions[number]
+        fields[f"answer_{number + 1}"] = defuse(answers[number])
         if references:
-            slots[f"ref_answer_{number + 1}"] = references[number]
+            fields[f"ref_answer_{number + 1}"] = references[number]
     template = prompts[name]
 
     def fill(match: re.Match[str]) -> str:
-        return slots.get(match.group(1), match.group(0))
+        return fields.get(match.group(1), match.group(0))
 
-    messages = [{"role": "user", "content": _SLOT.sub(fill, template["template"])}]
+    messages = [{"role": "user", "content": _FIELD.sub(fill, template["template"])}]
     if template["system"].strip():
         messages.insert(0, {"role": "system", "content": template["system"]})
     return name, messages

@@ -1,9 +1,10 @@
 """What is kept of a node between forwards: its keys and values, its row of the tree attention mask, its logits.
 
-Every sequence of every request shares the slots of one key/value buffer (docs/design.md section 5): a
-node owns one slot, a sequence is a set of slots, and a mask says who sees whom. Positions are applied
-before caching, so slots need no order: dropping a beam frees its slots and moves nothing. One module,
-since these are the stores that a node of `tree_cache` points into.
+A node owns one slot of a key/value buffer (docs/design.md section 5), a sequence is a set of slots, and
+a mask says who sees whom. Positions are applied before caching, so slots need no order: dropping a beam
+frees its slots and moves nothing. Several requests share a buffer by regions (section 10): slots and
+columns of the mask count from the beginning of a request's own. One module, since these are the stores
+that a node of `tree_cache` points into.
 """
 
 from __future__ import annotations
@@ -25,8 +26,21 @@ from dsbd_cli.errors import RunError
 SPARE = 0
 
 
+class Span(NamedTuple):
+    """Nodes `first` to `last` (exclusive) of a forward are of one request, whose slots begin at `begin`: it
+    looks at the first `used` of them."""
+
+    first: int
+    last: int
+    begin: int
+    used: int
+
+
 class Slots:
-    """Which slots are free. Lowest first, so that the used part stays short and forwards cheap.
+    """Which slots of a request are free. Lowest first, so that the used part stays short and forwards cheap.
+
+    Args:
+        fixed: never grow: whoever asked for a request to be served has planned its memory.
 
     Attributes:
         capacity: slots there are, the spare one included; grows by doubling.
@@ -34,8 +48,9 @@ class Slots:
         peak: the largest `live` since `reset_peak`.
     """
 
-    def __init__(self, capacity: int) -> None:
+    def __init__(self, capacity: int, fixed: bool = False) -> None:
         self.capacity = capacity
+        self._fixed = fixed
         self.live = 0
         self.peak = 0
         self._free = list(range(1, capacity))
@@ -76,6 +91,10 @@ class Slots:
         """Make room up to `capacity` slots; never shrinks."""
         if capacity <= self.capacity:
             return
+        if self._fixed:
+            raise RuntimeError(
+                f"a request needs more than the {self.capacity} slots that were planned for it"
+            )
         # Appending larger numbers keeps a heap a heap.
         self._free.extend(range(self.capacity, capacity))
         self._taken.extend(bytes(capacity - self.capacity))
@@ -101,8 +120,10 @@ class KVBuffer:
 
     Attributes:
         slots: int64 [N] on the device, where the running forward writes.
-        used: how many slots the running forward looks at.
-        length: the same as int64 [1] on the device, for attention that reads it there.
+        used: how many slots the running forward looks at; with several requests up to where the last one's end.
+        spans: whose nodes are whose, requests in order.
+        begins, length: int64 [R] on the device, where each request's slots begin and how many it looks at, for
+            attention that reads them there; each has N / R nodes then.
     """
 
     is_compileable = False
@@ -112,6 +133,8 @@ class KVBuffer:
         self.capacity = capacity
         self.slots = torch.zeros(0, dtype=torch.long)
         self.used = 0
+        self.spans: tuple[Span, ...] = ()
+        self.begins = torch.zeros(1, dtype=torch.long)
         self.length = torch.zeros(1, dtype=torch.long)
         self.keys: dict[int, Tensor] = {}
         self.values: dict[int, Tensor] = {}
@@ -251,6 +274,25 @@ class TreeMasks:
         return mask
 
 
+class Stores:
+    """What trees of one model share: keys and values, and rows of the mask.
+
+    Attributes:
+        cache, masks: the two; the mask's columns are the slots of one request.
+    """
+
+    def __init__(
+        self, capacity: int, rows: int, columns: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self.device = device
+        self.cache = KVBuffer(capacity)
+        self.masks = TreeMasks(rows, columns, dtype, device)
+
+    def pointers(self) -> tuple[int, int]:
+        """Changes whenever a buffer is replaced by a larger one: recordings hold addresses."""
+        return self.cache.capacity, self.masks.table.data_ptr()
+
+
 # Logits.
 
 
@@ -277,13 +319,13 @@ class LogitStore:
         vocab: columns that count.
 
     Attributes:
-        vocab: as given.
+        name, vocab: as given.
         size: how many best entries of each node's logits are kept (top-n); 0: full logits.
         tainted: a row that is not finite was asked for.
     """
 
     def __init__(self, model: str, dtype: torch.dtype, vocab: int) -> None:
-        self._model, self._dtype, self.vocab = model, str(dtype).removeprefix("torch."), vocab
+        self.name, self._dtype, self.vocab = model, str(dtype).removeprefix("torch."), vocab
         self._rows: dict[Node, _Dense | _Sparse] = {}
         self.size = 0
         self.tainted = False
@@ -348,7 +390,7 @@ class LogitStore:
         """The error for a node whose logits are not finite."""
         self.tainted = True
         return RunError(
-            f"{self._model} gave logits that are not finite at step {node.depth} in {self._dtype}: "
+            f"{self.name} gave logits that are not finite at step {node.depth} in {self._dtype}: "
             "try --dtype float32 or bfloat16, or check its weights"
         )
 

@@ -1,21 +1,22 @@
-"""Which nodes of which trees a model has computed, where they lie, and what the next forward needs to know.
+"""Which nodes of a request's tree a model has computed, where they lie, and what the next forward needs to know.
 
 Bookkeeping only: it turns nodes into slots, positions and rows of the tree attention mask, and frees
 what no sequence needs any more. A node's row is its parent's row plus its own slot
 (`buffers.TreeMasks`), so nothing here walks a sequence: the work of a step is that of its new nodes.
-Each request has a tree of its own; all of them share one key/value buffer (docs/design.md sections 5
-and 10). One module, since entering, reserving and freeing a node keep the same few tables in step.
+Each request has a tree of its own, in a region of the buffers that its model's trees share
+(docs/design.md sections 5 and 10). One module, since entering, reserving and freeing a node keep the
+same few tables in step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
-from dsbd_cli.decoding.cache.buffers import KVBuffer, Slots, TreeMasks
+from dsbd_cli.decoding.cache.buffers import Slots, Stores
 from dsbd_cli.decoding.tree.sequences import Node
 
 
@@ -24,11 +25,12 @@ class Plan:
     """One forward over N nodes, parents first.
 
     Attributes:
-        ids, positions, slots: token, position and slot of each node.
+        ids, positions, slots: token, position and slot of each node, slots from `begin` on.
         mask_rows: the mask row that each node gets.
         base: the mask row of the nearest ancestor outside this forward.
         inside: bool [N, N], whether node i sees node j of this forward (itself or an ancestor).
         used: slots to look at.
+        begin: where the tree's region begins.
     """
 
     ids: list[int]
@@ -38,6 +40,7 @@ class Plan:
     base: list[int]
     inside: np.ndarray
     used: int
+    begin: int = 0
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -57,124 +60,107 @@ class Reservation:
     places: dict[Node, int] | None = None
 
 
-@dataclass(eq=False, slots=True)
-class _Tree:
-    """One request's tree.
-
-    Attributes:
-        root: stands for the prompt.
-        prompt, slots: token ids behind which the tree grows, and where their keys and values lie.
-    """
-
-    root: Node
-    prompt: list[int]
-    slots: list[int]
-
-
 @dataclass(slots=True)
 class _Entry:
-    """A computed node: its tree, its slot, how many computed children it has, its open mask row (0: closed)."""
+    """A computed node: its slot, how many computed children it has, its open mask row (0: closed)."""
 
-    tree: _Tree
     slot: int
     children: int = 0
     mask_row: int = 0
 
 
 class TreeCache:
-    """One model's trees over one key/value buffer.
+    """One request's tree in a region of one model's stores.
 
     Args:
-        capacity, rows: slots and mask rows to start with; both double when they run out.
-        dtype, device: the model's.
+        stores: keys, values and mask rows.
+        begin, size: of the region; without a size the tree has the stores to itself, and they double when
+            they run out.
 
     Attributes:
-        slots, cache, masks: the three stores, all of the same capacity.
+        slots: which of the region's are in use.
+        begin: where they begin in the buffers.
     """
 
-    def __init__(self, capacity: int, rows: int, dtype: torch.dtype, device: torch.device) -> None:
-        self.slots = Slots(capacity)
-        self.cache = KVBuffer(capacity)
-        self.masks = TreeMasks(rows, capacity, dtype, device)
-        self.device = device
-        self._trees: dict[Node, _Tree] = {}
+    def __init__(self, stores: Stores, begin: int = 0, size: int | None = None) -> None:
+        self.stores = stores
+        self.cache, self.masks, self.device = stores.cache, stores.masks, stores.device
+        self.slots = Slots(stores.cache.capacity if size is None else size, fixed=size is not None)
+        self.begin = begin
+        self._root = Node(-1, None)
+        self._prompt: list[int] = []
+        self._prompt_slots: list[int] = []
         self._entries: dict[Node, _Entry] = {}
         self._tips: set[Node] = set()  # computed nodes without computed children
         self._open: set[Node] = set()  # nodes that hold a mask row: they may still get children
         self._reservations: list[Reservation] = []
 
-    def pointers(self) -> tuple[int, int]:
-        """Changes whenever a buffer is replaced by a larger one: recordings hold addresses."""
-        return self.cache.capacity, self.masks.table.data_ptr()
+    @classmethod
+    def alone(cls, capacity: int, rows: int, dtype: torch.dtype, device: torch.device) -> TreeCache:
+        """A tree with stores of its own, of so many slots and mask rows to start with."""
+        return cls(Stores(capacity, rows, capacity, dtype, device))
 
     # Prompts.
 
     def shared_prefix(self, ids: Sequence[int]) -> list[int]:
-        """Slots of the last request that hold the beginning of `ids`, at most all but the last token of it."""
-        if not self._trees:
-            return []
-        tree = next(reversed(self._trees.values()))
+        """Slots that hold the beginning of `ids`, at most all but the last token of it."""
         limit = len(ids) - 1
         shared = 0
-        while shared < min(limit, len(tree.prompt)) and tree.prompt[shared] == ids[shared]:
+        while shared < min(limit, len(self._prompt)) and self._prompt[shared] == ids[shared]:
             shared += 1
-        slots = tree.slots[:shared]
-        if shared == len(tree.prompt):
+        slots = self._prompt_slots[:shared]
+        if self._prompt and shared == len(self._prompt):
             below = {(node.parent, node.token): node for node in self._entries if node.parent is not None}
-            node = below.get((tree.root, ids[shared])) if shared < limit else None
+            node = below.get((self._root, ids[shared])) if shared < limit else None
             while node is not None:
                 slots.append(self._entries[node].slot)
                 node = below.get((node, ids[len(slots)])) if len(slots) < limit else None
         return slots
 
     def start(self, ids: Sequence[int], root: Node, kept: Sequence[int] = ()) -> None:
-        """Free every request, but for the `kept` slots, which hold the first tokens of the new prompt `ids`."""
-        self.release_all()
-        for old in list(self._trees):
-            self.drop(old, kept)
+        """Free everything but the `kept` slots, which hold the first tokens of the new prompt `ids`; `root`
+        stands for it, and nothing else of it is computed yet."""
+        self.close(kept)
         self.slots.reset_peak()
-        self.add(ids, root, kept)
-
-    def add(self, ids: Sequence[int], root: Node, kept: Sequence[int] = ()) -> None:
-        """A request beside those that are here: `root` stands for the prompt `ids`, of which nothing is computed
-        yet but what lies in `kept`."""
         self._grow(self.slots.capacity_for(len(ids) + 1 - len(kept)))
-        tree = _Tree(root, list(ids), list(kept))
-        entry = _Entry(tree, -1, mask_row=self.masks.take(1)[0])
-        self.masks.show(entry.mask_row, torch.tensor(tree.slots, device=self.device, dtype=torch.long))
-        self._trees[root], self._entries[root] = tree, entry
-        self._tips.add(root)
-        self._open.add(root)
+        self._root, self._prompt, self._prompt_slots = root, list(ids), list(kept)
+        entry = self._entries[root] = _Entry(-1, mask_row=self.masks.take(1)[0])
+        self.masks.show(
+            entry.mask_row, torch.tensor(self._prompt_slots, device=self.device, dtype=torch.long)
+        )
+        self._tips, self._open = {root}, {root}
 
-    def drop(self, root: Node, kept: Collection[int] = ()) -> None:
-        """A request is over: free all of it but the slots `kept`. (Nothing of it may be reserved.)"""
-        tree = self._trees.pop(root)
-        nodes = {node for node, entry in self._entries.items() if entry.tree is tree}
-        slots = {*tree.slots, *(self._entries[node].slot for node in nodes if node is not root)}
+    def close(self, kept: Sequence[int] = ()) -> None:
+        """The request is over: free all of it but the slots `kept`."""
+        self.release_all()
+        slots = {
+            *self._prompt_slots,
+            *(one.slot for node, one in self._entries.items() if node is not self._root),
+        }
         self.slots.give(slots - set(kept))
-        for node in nodes:
+        for node in list(self._open):
             self._close(node)
-            del self._entries[node]
-        self._tips -= nodes
+        self._entries, self._tips, self._prompt, self._prompt_slots = {}, set(), [], []
 
-    def prompt_plan(self, root: Node, begin: int, end: int) -> Plan:
+    def prompt_plan(self, begin: int, end: int) -> Plan:
         """Prompt tokens `begin` to `end`, in order; `inside` is left empty: each sees those before it."""
-        tree, entry = self._trees[root], self._entries[root]
+        entry = self._entries[self._root]
         slots = self._take(end - begin)
-        tree.slots += slots
+        self._prompt_slots += slots
         entry.slot = slots[-1]
         row, count = entry.mask_row, end - begin
-        ids, positions = tree.prompt[begin:end], list(range(begin, end))
+        ids, positions = self._prompt[begin:end], list(range(begin, end))
         nothing = np.zeros((0, 0), dtype=bool)
-        return Plan(ids, positions, slots, [row] * count, [row] * count, nothing, self.slots.used)
+        return Plan(ids, positions, slots, [row] * count, [row] * count, nothing, self.slots.used, self.begin)
 
-    def straight(self, root: Node, end: int) -> bool:
+    def straight(self, end: int) -> bool:
         """Whether the first `end` prompt tokens lie in slots 1, 2, ... in order."""
-        return self._trees[root].slots[:end] == list(range(1, end + 1))
+        return self._prompt_slots[:end] == list(range(1, end + 1))
 
-    def prompt_length(self, root: Node) -> int:
-        """Tokens of the prompt that `root` stands for; 0 for a request that is not here."""
-        return len(self._trees[root].prompt) if root in self._trees else 0
+    @property
+    def prompt_length(self) -> int:
+        """Tokens of the prompt."""
+        return len(self._prompt)
 
     # Trees.
 
@@ -228,6 +214,7 @@ class TreeCache:
             base,
             inside,
             self.slots.used,
+            self.begin,
         )
 
     def reserve(self, count: int) -> Reservation:
@@ -288,11 +275,7 @@ class TreeCache:
 
     def position(self, node: Node) -> int:
         """The position of a node's token."""
-        above = node
-        while above not in self._entries:  # reserved, or not even planned
-            assert above.parent is not None
-            above = above.parent
-        return len(self._entries[above].tree.prompt) - 1 + node.depth
+        return len(self._prompt) - 1 + node.depth
 
     def mask_row(self, node: Node) -> int:
         """The mask row of a computed node."""
@@ -302,12 +285,12 @@ class TreeCache:
         """Free every node that is neither one of `leaves` nor above one; the nodes that may go on growing.
 
         Args:
-            leaves: of all requests; they need not be computed yet. Roots always stay.
+            leaves: they need not be computed yet. The root always stays.
         """
         leaves = list(leaves)
         if self._reservations:
             self._settle(leaves)
-        keep = set(self._trees)
+        keep = {self._root} & self._entries.keys()
         for leaf in leaves:
             node = leaf
             while node not in self._entries:
@@ -334,9 +317,9 @@ class TreeCache:
         """The mask row of a computed node; drawn anew where it was closed."""
         entry = self._entries[node]
         if not entry.mask_row:
-            slots = list(entry.tree.slots)
+            slots = list(self._prompt_slots)
             at = node
-            while at is not entry.tree.root:
+            while at is not self._root:
                 slots.append(self._entries[at].slot)
                 assert at.parent is not None
                 at = at.parent
@@ -352,7 +335,7 @@ class TreeCache:
         parent.children += 1
         self._tips.discard(node.parent)
         self._tips.add(node)
-        entry = self._entries[node] = _Entry(parent.tree, slot)
+        entry = self._entries[node] = _Entry(slot)
         return entry
 
     def _remove(self, node: Node) -> int:
@@ -376,5 +359,5 @@ class TreeCache:
 
     def _grow(self, capacity: int) -> None:
         self.slots.grow(capacity)
-        self.cache.grow(capacity)
+        self.cache.grow(self.begin + capacity)
         self.masks.grow(capacity)

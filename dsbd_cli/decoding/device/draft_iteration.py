@@ -97,6 +97,9 @@ class DraftIteration:
         eos_ids: Sequence[int], device: torch.device, clock: OverlapClock,
     ) -> None:  # fmt: skip
         self.target, self.draft = target, draft
+        assert target.pool is not None
+        assert draft.pool is not None
+        self._target_pool, self._draft_pool = target.pool, draft.pool
         self.draft_width, self.gamma, self.width, self.processor = draft_width, gamma, width, processor
         self._law = TorchLaw()
         self._eos = torch.tensor(eos_ids, dtype=torch.long, device=device)
@@ -113,7 +116,7 @@ class DraftIteration:
     def reserve(self) -> tuple[Reservation, Reservation]:
         """Space in the draft's pool and in the target's."""
         count = self.gamma * self.draft_width
-        return self.draft.pool.reserve(count - self.draft_width), self.target.pool.reserve(count)
+        return self._draft_pool.reserve(count - self.draft_width), self._target_pool.reserve(count)
 
     @torch.inference_mode()
     def prepare(self) -> None:
@@ -122,7 +125,7 @@ class DraftIteration:
         Raises:
             CannotCapture, OutOfMemory: as `launch`.
         """
-        draft, target = self.draft.pool, self.target.pool
+        draft, target = self._draft_pool, self._target_pool
         spaces = self.reserve()
         nothing = np.zeros((0, 0), dtype=bool)
         plans = [Plan([], [], [], [], [], nothing, pool.slots.used) for pool in (draft, target)]
@@ -172,9 +175,9 @@ class DraftIteration:
         return Answer(layers, unpack(rows))
 
     def _key(self, request: DraftRequest, draft_size: int, target_size: int) -> tuple[int, int, int, int]:
-        self.captures.valid_for(self.target.pool.pointers(), self.draft.pool.pointers())
+        self.captures.valid_for(self._target_pool.stores.pointers(), self._draft_pool.stores.pointers())
         sees = (
-            slots_to_see(side.forward, plan.used, side.pool.cache.capacity)
+            slots_to_see(side.forward, plan.used, side.stores.cache.capacity)
             for side, plan in ((self.draft, request.draft), (self.target, request.target))
         )
         return draft_size, target_size, *sees  # type: ignore[return-value]
@@ -215,9 +218,10 @@ class DraftIteration:
         outcome = torch.zeros((1, layout.outcome_size), dtype=torch.long, device=request.device)
         plan, position = fields.draft_plan.of(request)[0], fields.position.of(request)
         used, beams = plan[6, :1], fields.beams.of(request)[0]
+        begin = torch.zeros_like(used)
         all_slots, all_rows = fields.draft_slots.of(request), fields.draft_rows.of(request)
         best = law.pack(
-            self.draft, forward(self.draft, self._planned(self.draft, plan), used, draft_sees)[beams]
+            self.draft, forward(self.draft, self._planned(self.draft, plan), begin, used, draft_sees)[beams]
         )
         scores, base = fields.scores.of(request, torch.float64), plan[3][beams][None]
         for depth in range(self.gamma):
@@ -227,21 +231,21 @@ class DraftIteration:
                 here = slice(depth * draft_width, (depth + 1) * draft_width)
                 slots, rows = all_slots[:, here], all_rows[:, here]
                 parent = forest.parent.of(outcome)[:, depth : depth + 1]
-                mask = law.forest_masks(self.draft.pool.masks, base, parent, slots, rows)
+                mask = law.forest_masks(self._draft_pool.masks, base, parent, slots, rows)
                 where = (position + depth + 1).expand(-1, draft_width).flatten()
                 nodes = Nodes(forest.token.of(outcome)[0, depth], where, slots[0], mask)
-                best = law.pack(self.draft, forward(self.draft, nodes, used, draft_sees))
+                best = law.pack(self.draft, forward(self.draft, nodes, begin, used, draft_sees))
                 base = rows
             self.captures.break_graph()
         plan = fields.target_plan.of(request)[0]
         own = self._planned(self.target, plan)  # first: it writes the rows that the forest's start from
         slots, rows = fields.target_slots.of(request), fields.target_rows.of(request)
         mask = law.forest_masks(
-            self.target.pool.masks, fields.beam_rows.of(request), forest.parent.of(outcome), slots, rows
+            self._target_pool.masks, fields.beam_rows.of(request), forest.parent.of(outcome), slots, rows
         )
         deep = torch.arange(slots.shape[1], device=request.device) // draft_width + 1
         below = Nodes(forest.token.of(outcome).flatten(), position[0] + deep, slots[0], mask)
-        logits = forward(self.target, together(own, below), plan[6, :1], target_sees)
+        logits = forward(self.target, together(own, below), begin, plan[6, :1], target_sees)
         numbers = layout.rows.of(outcome).view(torch.float32)[0]
         numbers[: layout.row_count] = law.pack(self.target, logits).flatten()
         return [outcome]
@@ -258,4 +262,4 @@ class DraftIteration:
     def _planned(self, side: Side, plan: Tensor) -> Nodes:
         """What the host has planned, int64 [7, N]."""
         ids, positions, slots, rows, base, bits, _ = plan
-        return Nodes(ids, positions, slots, side.pool.masks.extend(base, rows, slots, seen_inside(bits)))
+        return Nodes(ids, positions, slots, side.stores.masks.extend(base, rows, slots, seen_inside(bits)))

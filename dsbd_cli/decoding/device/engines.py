@@ -19,13 +19,14 @@ from dsbd_cli.decoding.device.iteration import CoverIteration
 from dsbd_cli.decoding.device.law import DeviceLaw
 from dsbd_cli.decoding.device.law_torch import TorchLaw
 from dsbd_cli.decoding.device.layout import CoverLayout
-from dsbd_cli.decoding.device.pipeline import Pipeline
+from dsbd_cli.decoding.device.pipeline import Pipeline, Seat
 from dsbd_cli.decoding.device.proposer import CapturedProposer
 from dsbd_cli.decoding.forward.backends import on_current_device
 from dsbd_cli.decoding.forward.outcomes import CannotCapture, OutOfMemory
 from dsbd_cli.decoding.law.distribution import Sampler, SeededSampler
 from dsbd_cli.decoding.model.hf_model import HfTreeModel
 from dsbd_cli.decoding.model.protocol import Demand
+from dsbd_cli.decoding.model.shared import SharedModel
 from dsbd_cli.decoding.tree.sequences import Trie
 
 # Captured iterations to keep, one for each way of decoding: a sweep goes through many in turns.
@@ -46,7 +47,7 @@ class Choice:
             engine and no proposer is needed.
     """
 
-    engine: Pipeline | None = None
+    engine: Seat | None = None
     proposer: CapturedProposer | None = None
     law: str = ""
     why_no_engine: str = ""
@@ -88,7 +89,7 @@ class Engines:
         draft = draft if demand.gamma else None
         engine, why_no_engine = self._pipeline(target, draft, demand, eos)
         if isinstance(engine, Pipeline):
-            return Choice(engine=engine, law=why_no_engine)
+            return Choice(engine=engine.seat(target, draft), law=why_no_engine)
         proposer, why_no_proposer = self._proposer(target, draft, demand, eos, trie, draft_sampler)
         return Choice(None, proposer, "", why_no_engine, why_no_proposer)
 
@@ -124,7 +125,45 @@ class Engines:
         if reason := self._prepared(iteration, key):
             return None, reason
         stopped = self._stopped(key)
-        return Pipeline(target, draft, iteration, stopped), type(iteration.law).__name__
+        return Pipeline(iteration, target.clock, stopped), type(iteration.law).__name__
+
+    def together(
+        self, target: SharedModel, draft: SharedModel | None, demand: Demand, eos: tuple[int, ...],
+        top_n: tuple[int, int], lanes: int,
+    ) -> Pipeline | None:  # fmt: skip
+        """The pipeline for requests of this demand that share both models, or None: the host verifies.
+
+        Args:
+            top_n: entries of each row of logits that the target and the draft keep.
+            lanes: how many requests at a time.
+        """
+        draft = draft if demand.gamma else None
+        models = target.model, None if draft is None else draft.model
+        key = "pipelined", *models
+        if demand.why_not_pipelined or self._refused.get(key) or not all(top_n[: 1 if draft is None else 2]):
+            return None
+        if any(model is not None and not model.captured for model in models):
+            return None
+        if draft is not None and (draft.model.lacks_ids or draft.model.device != target.model.device):
+            return None
+        ours, theirs = target.side(top_n[0]), None if draft is None else draft.side(top_n[1])
+        if theirs is not None and theirs.top_n < demand.draft_width:
+            return None
+        limits = [model.max_positions for model in models if model is not None and model.max_positions]
+        if min(limits, default=demand.gamma + 2) < demand.gamma + 2:
+            return None
+        sizes = lanes, demand.width, demand.draft_width, demand.gamma
+        layout = CoverLayout.of(*sizes)
+        law = next(
+            law
+            for law in _laws(target.model.device)
+            if law.takes(layout, ours.top_n, theirs.top_n if theirs else 0)
+        )
+        greedy, support, clock = demand.processor.greedy, demand.processor.top_n, target.model.clock
+        iteration = CoverIteration(
+            ours, theirs, law, layout, greedy, support, eos, target.model.device, clock
+        )
+        return None if self._prepared(iteration, key) else Pipeline(iteration, clock, self._stopped(key))
 
     def _proposer(
         self, target: HfTreeModel, draft: HfTreeModel | None, demand: Demand, eos: tuple[int, ...], trie: Trie,

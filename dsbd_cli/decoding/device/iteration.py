@@ -4,7 +4,8 @@ The next beams, where they lie and what their parents' mask rows are stay on the
 can be launched before the host has seen the last one: while it works on one the device is busy with the
 next. A forest only decides how far an iteration gets, never what is drawn, so nothing here waits for
 the host. What the host gives is free space and uniforms, both of which it has beforehand
-(docs/design.md sections 3 and 5).
+(docs/design.md sections 3 and 5). One module, since what an iteration is sent, does on the device and
+gives back are the two ends of one layout.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dsbd_cli.decoding.cache.tree_cache import Reservation
+from dsbd_cli.decoding.cache.tree_cache import Reservation, TreeCache
 from dsbd_cli.decoding.device.law import DeviceLaw
 from dsbd_cli.decoding.device.layout import CoverLayout, Field
 from dsbd_cli.decoding.device.steps import Nodes, forward
@@ -28,10 +29,32 @@ from dsbd_cli.decoding.tree.sequences import DraftLayer, Node, Trie
 
 
 class Space(NamedTuple):
-    """Space of one request's iteration: `nodes` places in the target's pool, `draft_nodes` in the draft's."""
+    """Space of one request's iteration: `nodes` places in the target's tree, `draft_nodes` in the draft's.
+
+    Attributes:
+        target, draft: the places.
+        pools: the trees.
+    """
 
     target: Reservation
     draft: Reservation | None
+    pools: tuple[TreeCache, TreeCache | None]
+
+    @classmethod
+    def of(cls, layout: CoverLayout, target: TreeCache, draft: TreeCache | None) -> Space:
+        """Reserve what one request's iteration needs."""
+        return cls(
+            target.reserve(layout.nodes),
+            None if draft is None else draft.reserve(layout.draft_nodes),
+            (target, draft),
+        )
+
+    def release(self) -> None:
+        """Give it back."""
+        target, draft = self.pools
+        target.release(self.target)
+        if draft is not None and self.draft is not None:
+            draft.release(self.draft)
 
 
 class DraftedLayer(NamedTuple):
@@ -77,7 +100,7 @@ class Sent:
         uniforms: float64 [window, W], the first row for draws below tokens at `origin`.
         temperature, top_p: of T.
         state: int64 [state_size], the beams to start from (`CoverIteration.state_of`); None: those that
-            the last iteration left.
+            its last iteration left.
     """
 
     space: Space
@@ -113,23 +136,10 @@ class CoverIteration:
         size = layout.requests, layout.state_size
         self._state, self._after = torch.zeros((2, *size), dtype=torch.long, device=device)
         self._state[:, layout.state.position.at] = 1  # a capture runs from here: no position is before 0
-        self._fresh = torch.zeros(size, dtype=torch.long)
-        if device.type == "cuda":
-            self._fresh = self._fresh.pin_memory()
+        self._nobody = self._empty()
         self._everyone = np.arange(layout.draft_width)
 
     # What the host does.
-
-    def reserve(self) -> Space:
-        """What one request's iteration needs."""
-        target = self.target.pool.reserve(self.layout.nodes)
-        return Space(target, None if self.draft is None else self.draft.pool.reserve(self.layout.draft_nodes))
-
-    def release(self, space: Space) -> None:
-        """Give it back."""
-        self.target.pool.release(space.target)
-        if self.draft is not None and space.draft is not None:
-            self.draft.pool.release(space.draft)
 
     @torch.inference_mode()
     def prepare(self) -> None:
@@ -138,31 +148,20 @@ class CoverIteration:
         Raises:
             CannotCapture, OutOfMemory: as `launch`.
         """
-        layout = self.layout
-        spaces = [self.reserve() for _ in range(layout.requests)]
-        try:
-            key = self._key()
-            if key not in self.captures:
-                uniforms = np.zeros((layout.window, layout.width))
-                sent = [Sent(space, uniforms, 0, 1.0, 1.0, None) for space in spaces]
-                self.captures.run(key, self._packed(sent), lambda request: self._steps(request, *key))
-        finally:
-            for space in spaces:
-                self.release(space)
+        key = self._key([])
+        if key not in self.captures:
+            block = torch.from_numpy(np.repeat(self._nobody[None], self.layout.requests, 0))
+            self.captures.run(key, block, lambda request: self._steps(request, *key))
 
     @torch.inference_mode()
-    def launch(self, sent: Sequence[Sent]) -> InFlight:
-        """Launch one iteration of R requests; waits for nothing.
+    def launch(self, sent: Sequence[Sent | None]) -> InFlight:
+        """Launch one iteration of R requests, None for a place that nobody has; waits for nothing.
 
         Raises:
             CannotCapture, OutOfMemory: it is not in flight.
         """
         self._state.copy_(self._after)
-        for r, request in enumerate(sent):
-            if request.state is not None:
-                self._fresh[r].copy_(torch.from_numpy(request.state))
-                self._state[r].copy_(self._fresh[r], non_blocking=True)
-        key = self._key()
+        key = self._key([request.space for request in sent if request is not None])
         return self.captures.launch(key, self._packed(sent), lambda block: self._steps(block, *key))
 
     def wait(self, flight: InFlight) -> list[Outcome]:
@@ -212,41 +211,68 @@ class CoverIteration:
         state[fields.position.at] = position
         return state
 
-    def _packed(self, sent: Sequence[Sent]) -> Tensor:
+    def _packed(self, sent: Sequence[Sent | None]) -> Tensor:
         """The request block, int64 [R, size]."""
         fields = self.layout.request
-        block = np.zeros((self.layout.requests, self.layout.request_size), dtype=np.int64)
+        block = np.repeat(self._nobody[None], self.layout.requests, 0)
         for row, request in zip(block, sent, strict=True):
-            target, draft = request.space
-            row[fields.target_slots.at], row[fields.target_rows.at] = target.slots, target.mask_rows
-            row[fields.used.at] = self.target.pool.slots.used
-            if draft is not None and self.draft is not None:
-                row[fields.draft_slots.at], row[fields.draft_rows.at] = draft.slots, draft.mask_rows
-                row[fields.draft_used.at] = self.draft.pool.slots.used
+            if request is None:
+                continue
+            space = request.space
+            target, draft = space.pools
+            row[fields.target_slots.at], row[fields.target_rows.at] = (
+                space.target.slots,
+                space.target.mask_rows,
+            )
+            row[fields.begin.at], row[fields.used.at] = target.begin, target.slots.used
+            if draft is not None and space.draft is not None:
+                row[fields.draft_slots.at] = space.draft.slots
+                row[fields.draft_rows.at] = space.draft.mask_rows
+                row[fields.draft_begin.at], row[fields.draft_used.at] = draft.begin, draft.slots.used
+            row[fields.fresh.at] = request.state is not None
+            if request.state is not None:
+                row[fields.start.at] = request.state
             row[fields.origin.at] = request.origin
             row[fields.temperature.at].view(np.float64)[:] = request.temperature
             row[fields.top_p.at].view(np.float64)[:] = request.top_p
             row[fields.uniforms.at].view(np.float64)[:] = request.uniforms.ravel()
         return torch.from_numpy(block)
 
-    def _key(self) -> tuple[int, ...]:
+    def _empty(self) -> np.ndarray:
+        """What stands for a request where there is none: one beam behind nothing, in the spare slot and row."""
+        fields = self.layout.request
+        row = np.zeros(self.layout.request_size, dtype=np.int64)
+        row[fields.used.at] = row[fields.draft_used.at] = row[fields.fresh.at] = 1
+        row[fields.start.at] = self.state_of([0], [0.0], [0], [0], 1)
+        for field in (fields.temperature, fields.top_p):
+            row[field.at].view(np.float64)[:] = 1.0
+        return row
+
+    def _key(self, spaces: Sequence[Space]) -> tuple[int, ...]:
         """KV lengths that a capture looks at; nothing else of an iteration changes."""
         sides = [side for side in (self.target, self.draft) if side is not None]
-        self.captures.valid_for(*(side.pool.pointers() for side in sides))
-        return tuple(
-            slots_to_see(side.forward, side.pool.slots.used, side.pool.cache.capacity) for side in sides
-        )
+        self.captures.valid_for(*(side.stores.pointers() for side in sides))
+        seen = []
+        for i, side in enumerate(sides):
+            if side.pool is None:
+                seen.append(side.stores.masks.table.shape[1])
+                continue
+            pools = [pool for space in spaces if (pool := space.pools[i]) is not None] or [side.pool]
+            used = max(pool.slots.used for pool in pools)
+            seen.append(slots_to_see(side.forward, used, side.stores.cache.capacity))
+        return tuple(seen)
 
     # What is captured.
 
     def _steps(self, request: Tensor, sees: int, draft_sees: int = 0) -> list[Tensor]:
         layout, sent, state = self.layout, self.layout.request, self._state
+        state.copy_(torch.where(sent.fresh.of(request) != 0, sent.start.of(request), state))
         outcome = torch.zeros((layout.requests, layout.outcome_size), dtype=torch.long, device=request.device)
         position = layout.state.position.of(state)  # [R, 1]
         if self.draft is not None:
             self._draft_forest(self.draft, request, outcome, position, draft_sees)
         slots, rows = sent.target_slots.of(request), sent.target_rows.of(request)
-        width, masks = layout.width, self.target.pool.masks
+        width, masks = layout.width, self.target.stores.masks
         own = self.law.forest_masks(
             masks, layout.state.row.of(state), None, slots[:, :width], rows[:, :width]
         )
@@ -265,7 +291,7 @@ class CoverIteration:
             )
             where = torch.cat([where, position + depth + 1], 1)
         nodes = Nodes(ids.flatten(), where.flatten(), slots.flatten(), mask)
-        logits = forward(self.target, nodes, sent.used.of(request)[0], sees)
+        logits = forward(self.target, nodes, sent.begin.of(request)[:, 0], sent.used.of(request)[:, 0], sees)
         self.law.verify(
             self.law.pack(self.target, logits), state, self._after, request, outcome, layout, self._eos,
             self._greedy, self._support,
@@ -279,15 +305,18 @@ class CoverIteration:
         layout, law, state = self.layout, self.law, self._state
         requests, width, draft_width = layout.requests, layout.width, layout.draft_width
         all_slots, all_rows = layout.request.draft_slots.of(request), layout.request.draft_rows.of(request)
-        used = layout.request.draft_used.of(request)[0]
+        begin, used = (
+            field.of(request)[:, 0] for field in (layout.request.draft_begin, layout.request.draft_used)
+        )
         slots, rows = all_slots[:, : 2 * width], all_rows[:, : 2 * width]
-        mask = law.catch_up_masks(draft.pool.masks, state, layout, slots, rows)
-        # All parents, then all beams: so the beams' logits are one piece.
-        ids = torch.cat([layout.state.above.of(state), layout.state.token.of(state)]).flatten()
-        where = position.expand(-1, width).flatten()
-        slots = slots.unflatten(1, (2, width)).transpose(0, 1).flatten()
-        nodes = Nodes(ids, torch.cat([where - 1, where]), slots, mask)
-        best = law.pack(draft, forward(draft, nodes, used, sees)[requests * width :])
+        mask = law.catch_up_masks(draft.stores.masks, state, layout, slots, rows)
+        # All parents, then all beams; a forward wants each request's together.
+        mask = mask.unflatten(0, (2, requests, width)).transpose(0, 1).flatten(0, 2)
+        ids = torch.cat([layout.state.above.of(state), layout.state.token.of(state)], 1).flatten()
+        where = position.expand(-1, width)
+        nodes = Nodes(ids, torch.cat([where - 1, where], 1).flatten(), slots.flatten(), mask)
+        logits = forward(draft, nodes, begin, used, sees).unflatten(0, (requests, 2 * width))
+        best = law.pack(draft, logits[:, width:].flatten(0, 1))
         scores, base = layout.state.score.of(state, torch.float64), rows[:, width:]
         forest = layout.forest
         for depth in range(layout.gamma):
@@ -295,13 +324,14 @@ class CoverIteration:
             if depth + 1 == layout.gamma:
                 return
             scores = forest.weight.of(outcome, torch.float64)[:, depth]
-            begin = 2 * width + depth * draft_width
-            slots, rows = (x[:, begin : begin + draft_width] for x in (all_slots, all_rows))
+            first = 2 * width + depth * draft_width
+            slots, rows = (x[:, first : first + draft_width] for x in (all_slots, all_rows))
             parent = forest.parent.of(outcome)[:, depth : depth + 1]
-            mask = law.forest_masks(draft.pool.masks, base, parent, slots, rows)
+            mask = law.forest_masks(draft.stores.masks, base, parent, slots, rows)
             ids = forest.token.of(outcome)[:, depth].flatten()
             where = (position + depth + 1).expand(-1, draft_width).flatten()
-            best = law.pack(draft, forward(draft, Nodes(ids, where, slots.flatten(), mask), used, sees))
+            nodes = Nodes(ids, where, slots.flatten(), mask)
+            best = law.pack(draft, forward(draft, nodes, begin, used, sees))
             base = rows
 
 

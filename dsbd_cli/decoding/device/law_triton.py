@@ -2,8 +2,8 @@
 
 What `law_torch` does in tensor operations, which are a thousand small kernels an iteration: as long as
 half of a 7B target's forward. float64 where that has it. One program does a whole layer (verification:
-all layers) of a request, for it has a few dozen entries; every request has a program of its own. Over
-300 lines, for a kernel and what launches it are one thing.
+all layers) of a request, for it has a few dozen entries; every request has a program of its own. One
+module, since kernels and what launches them agree on every argument.
 """
 
 from __future__ import annotations

@@ -74,7 +74,10 @@ class CoverRequestFields(NamedTuple):
     Attributes:
         target_slots, target_rows: [W + gamma x W_S], reserved: for the beams, then the forest by layers.
         draft_slots, draft_rows: [2 W + (gamma - 1) x W_S]: for the beams' parents, the beams, the forest.
-        used, draft_used: [1], KV length of either pool.
+        begin, draft_begin: [1], where the request's slots begin in either's buffers.
+        used, draft_used: [1], KV length of either.
+        fresh: [1], 1 where the request starts from `start` and not from where its last iteration ended.
+        start: [state size], a state.
         origin: [1], the position below whose tokens the first uniforms draw.
         temperature, top_p: float64 [1].
         uniforms: float64 [window, W].
@@ -84,8 +87,12 @@ class CoverRequestFields(NamedTuple):
     target_rows: Field
     draft_slots: Field
     draft_rows: Field
+    begin: Field
+    draft_begin: Field
     used: Field
     draft_used: Field
+    fresh: Field
+    start: Field
     origin: Field
     temperature: Field
     top_p: Field
@@ -182,6 +189,8 @@ class CoverLayout:
         request_fields = CoverRequestFields._make(
             [request(nodes), request(nodes), request(draft_nodes), request(draft_nodes)]
             + [request(1) for _ in range(5)]
+            + [request(state.size)]
+            + [request(1) for _ in range(3)]
             + [request(window, width)]
         )
         forest = _forest(outcome, width, draft_width, gamma, None)

@@ -2,7 +2,8 @@
 
 The host's side of `CoverIteration`: what the device decided becomes nodes, and the caches learn of it.
 Launching ahead, waiting, committing and dropping are one call, `step`, so their order cannot be got
-wrong. docs/design.md section 3 (why `cover` can run ahead) and section 5 (the cache).
+wrong. docs/design.md section 3 (why `cover` can run ahead) and section 5 (the cache). One module, since
+what is launched ahead, what is committed and what is dropped are the same few records.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,10 +25,9 @@ from dsbd_cli.decoding.device.iteration import (
     layer_of,
     living,
 )
-from dsbd_cli.decoding.forward.capture import InFlight
+from dsbd_cli.decoding.forward.capture import InFlight, OverlapClock
 from dsbd_cli.decoding.forward.outcomes import CannotCapture, OutOfMemory
-from dsbd_cli.decoding.law.distribution import LogitsProcessor, Sampler, SeededSampler
-from dsbd_cli.decoding.model.hf_model import HfTreeModel
+from dsbd_cli.decoding.law.distribution import LogitsProcessor, SeededSampler
 from dsbd_cli.decoding.model.protocol import Commit
 from dsbd_cli.decoding.tree.request import Request
 from dsbd_cli.decoding.tree.sequences import DraftLayer, Forest, Node
@@ -67,24 +68,56 @@ class _Uniforms:
         self._block, self._used = self._block[self._used :], 0
 
 
-@dataclass
+@dataclass(eq=False)
+class _Lane:
+    """A request that has a place in the iterations.
+
+    Attributes:
+        seat: whose it is. target, draft: the models as it sees them.
+        commit: what to do with its layers.
+        uniforms: of its sampler.
+        state: where it starts in the next launch; None: where its last iteration ended.
+        deepest: beams deeper than that have no room for an iteration in a context; None: no limit.
+        beams, above: of its next iteration (`_Part`).
+    """
+
+    seat: Seat
+    request: Request
+    target: Any
+    draft: Any
+    commit: Commit
+    uniforms: _Uniforms
+    state: np.ndarray | None
+    deepest: int | None
+    beams: list[Node | None]
+    above: list[Node] = field(default_factory=list)
+
+    def fits(self, depth: int) -> bool:
+        """Whether the contexts hold an iteration from beams of that depth."""
+        return self.deepest is None or depth <= self.deepest
+
+
+@dataclass(eq=False)
 class _Part:
     """One request's part of an iteration in flight.
 
     Attributes:
         beams: node by place, None where there is none; known once the iteration before is committed.
         above: the parents by place, where the draft computes them in this iteration.
+        void: nobody asks for it any more, and its space is given back.
     """
 
+    lane: _Lane
     space: Space
     beams: list[Node | None] = field(default_factory=list)
     above: list[Node] = field(default_factory=list)
+    void: bool = False
 
 
 @dataclass
 class _Iteration:
     flight: InFlight
-    parts: list[_Part]
+    parts: list[_Part | None]
 
 
 @dataclass
@@ -105,197 +138,249 @@ class _Committed:
 
 
 class Pipeline:
-    """Runs `cover` iterations of R requests on the device, one ahead of the host (`model.protocol.Engine`).
+    """Runs `cover` iterations of R requests on the device, one ahead of the host.
+
+    Requests come and go between iterations: what the device did for one that is gone is not looked at.
 
     Args:
-        target: captured and prefilled. draft: likewise, or None to sample without one.
-        iteration: made for both, and for as many requests.
+        iteration: made for both models, and for R requests.
+        clock: the target's.
         stopped: told why nothing can be launched any more.
     """
 
     def __init__(
-        self, target: HfTreeModel, draft: HfTreeModel | None, iteration: CoverIteration,
+        self,
+        iteration: CoverIteration,
+        clock: OverlapClock,
         stopped: Callable[[CannotCapture | OutOfMemory], None],
-    ) -> None:  # fmt: skip
-        self._target, self._draft, self._iteration, self._stopped = target, draft, iteration, stopped
-        self._models = [target] if draft is None else [target, draft]
-        limits = [model.max_depth for model in self._models if model.max_depth is not None]
-        self._deepest = min(limits) - iteration.layout.gamma if limits else None
+    ) -> None:
+        self._iteration, self._clock, self._stopped = iteration, clock, stopped
+        self._lanes: list[_Lane | None] = [None] * iteration.layout.requests
         self._in_flight: deque[_Iteration] = deque()
         self._usable = True  # else what is in flight still comes back, and the host goes on
-        self._uniforms: list[_Uniforms] = []
 
     @property
     def in_flight(self) -> bool:
-        """Whether an iteration is in flight: `step` may be called."""
+        """Whether an iteration is in flight."""
         return bool(self._in_flight)
 
-    def begin(self, requests: Sequence[Request]) -> bool:
-        """Launch a first iteration from the requests' active sets, which no model has computed.
+    @property
+    def law(self) -> str:
+        """The name of the law that it runs."""
+        return type(self._iteration.law).__name__
 
-        Args:
-            requests: R of them.
+    @property
+    def forest_shape(self) -> tuple[int, int]:
+        """W_S and gamma."""
+        return self._iteration.layout.draft_width, self._iteration.layout.gamma
 
-        Returns:
-            Whether one is in flight: False where a model, a context or a sampler does not allow it.
-        """
-        if self._in_flight:
-            return True
-        if not self._usable or not all(self._ready(request) for request in requests):
-            return False
-        self._uniforms = [
-            _Uniforms(_seeded(request.sampler), request.width, request.processor) for request in requests
-        ]
-        states = [self._state_of(request) for request in requests]
-        if not self._launch(requests, states):
-            return False
-        for part, request in zip(self._in_flight[-1].parts, requests, strict=True):
-            beams = request.hypotheses.active
-            part.beams = [*beams, *[None] * (request.width - len(beams))]
-        return True
+    def seat(self, target: Any, draft: Any) -> Seat:
+        """A place for a request that these models serve: `HfTreeModel`s, or `RequestModel`s."""
+        return Seat(self, target, draft)
 
     @torch.inference_mode()
-    def step(self, requests: Sequence[Request], commit: Commit) -> list[Forest]:
+    def join(self, seat: Seat, request: Request, commit: Commit) -> _Lane | None:
+        """A lane for a request, from its active set on, which no model has computed; None where there is none."""
+        models = [model for model in (seat.target, seat.draft) if model is not None]
+        limits = [model.max_depth for model in models if model.max_depth is not None]
+        deepest = min(limits) - self._iteration.layout.gamma if limits else None
+        beams = request.hypotheses.active
+        if not self._usable or None not in self._lanes or not isinstance(request.sampler, SeededSampler):
+            return None
+        if any(node in model.pool for model in models for node in beams):
+            return None
+        if not all(node.parent is not None and node.parent in seat.target.pool for node in beams):
+            return None
+        uniforms = _Uniforms(request.sampler, request.width, request.processor)
+        places = [*beams, *[None] * (request.width - len(beams))]
+        lane = _Lane(seat, request, seat.target, seat.draft, commit, uniforms, None, deepest, places)
+        if not lane.fits(beams[0].depth):
+            return None
+        lane.state = self._state_of(lane)
+        self._lanes[self._lanes.index(None)] = lane
+        # With one lane nobody else can join: the device may begin while the host is busy.
+        if len(self._lanes) == 1 and not self._launch([lane]):
+            self._leave(lane)
+            return None
+        return lane
+
+    @torch.inference_mode()
+    def step(self) -> None:
         """Launch the next iteration, wait for the one in flight, and commit what it decided.
 
-        Args:
-            requests: those of `begin`.
-            commit: called for every layer of every request, in order, with its draws and, where there
-                is a drafted layer beside it, whether the forest holds each; returns whether the
-                request goes on. Past a layer where it does not, what the device did is dropped.
-
-        Returns:
-            The forest of each request, as events show it.
+        `commit` of every lane is called for every layer, in order, with its draws and, where there is a
+        drafted layer beside it, whether the forest holds each; it returns whether the request goes on. Past
+        a layer where it does not, what the device did is dropped.
 
         Raises:
             RunError: a model gave logits that are not finite.
         """
-        if not self._in_flight:
-            raise RuntimeError("step without begin: no iteration is in flight")
+        lanes = [lane for lane in self._lanes if lane is not None]
+        if not self._in_flight and (not lanes or not self._launch(lanes)):
+            for lane in lanes:
+                self._leave(lane)
+            return
         if len(self._in_flight) == 1:
-            self._launch_ahead(requests, committed=False)
+            self._launch_ahead()
         iteration = self._in_flight.popleft()
         outcomes = self._iteration.wait(iteration.flight)
-        self._target.calls += 1
-        if self._draft is not None:
-            self._draft.calls += self._iteration.layout.gamma
-        done = [
-            self._commit(request, part, outcome, uniforms, commit)
-            for request, part, outcome, uniforms in zip(
-                requests, iteration.parts, outcomes, self._uniforms, strict=True
-            )
-        ]
-        whole = all(one.whole for one in done)
-        if whole and not self._in_flight:
-            self._launch_ahead(requests, committed=True)
-        for part, one in zip(iteration.parts, done, strict=True):
+        done: list[tuple[_Part, _Committed]] = []
+        for part, outcome in zip(iteration.parts, outcomes, strict=True):
+            if part is None or part.void:
+                continue
+            lane = part.lane
+            lane.target.calls += 1
+            if lane.draft is not None:
+                lane.draft.calls += self._iteration.layout.gamma
+            done.append((part, self._commit(part, outcome)))
+        for part, one in done:
+            lane = part.lane
+            lane.beams = living(one.draws)
+            deep = one.layers > self._iteration.layout.gamma > 0
+            lane.above = [node.parent for node in one.draws if node.parent is not None] if deep else []
+        # What could not be launched before its beams were known may be now, before the caches are told.
+        alive = [part.lane for part, one in done if one.whole]
+        everyone = len(alive) == sum(lane is not None for lane in self._lanes)
+        fit = all(lane.fits(lane.request.hypotheses.active[0].depth) for lane in alive)
+        if alive and everyone and fit and not self._in_flight:
+            self._launch(alive)
+        for part, one in done:
             self._adopt(part, one)
-        if not whole:
-            self.drop()
-        elif self._in_flight:
-            for part, one in zip(self._in_flight[0].parts, done, strict=True):
-                part.beams = living(one.draws)
-                if one.layers > self._iteration.layout.gamma > 0:
-                    part.above = [node.parent for node in one.draws if node.parent is not None]
-        else:
-            self._settle()
-        return [one.forest for one in done]
-
-    def retain(self, leaves: Iterable[Node]) -> None:
-        """Free every node that is neither one of `leaves` nor above one, in both caches."""
-        leaves = list(leaves)
-        for model in self._models:
-            model.pool.retain(leaves)
+            part.lane.seat.forest = one.forest
+            self._go_on(part.lane, one)
+        if not self._in_flight:
+            self._clock.idle()
 
     def drop(self) -> None:
         """Give up what is in flight: nobody will ask for it."""
-        while self._in_flight:
-            for part in self._in_flight.popleft().parts:
-                self._iteration.release(part.space)
-        self._target.clock.idle()
-        self._settle()
+        for lane in self._lanes:
+            if lane is not None:
+                self._leave(lane)
+        self._in_flight.clear()
+        self._clock.idle()
 
-    def _settle(self) -> None:
-        for uniforms in self._uniforms:
-            uniforms.settle()
+    def has(self, lane: _Lane) -> bool:
+        """Whether the request is in the iterations."""
+        return any(lane is one for one in self._lanes)
+
+    def leave(self, lane: _Lane) -> None:
+        """A request goes, whatever the device is doing for it."""
+        if self.has(lane):
+            self._leave(lane)
+        if all(one is None for one in self._lanes):
+            self._in_flight.clear()
+            self._clock.idle()
+
+    def _go_on(self, lane: _Lane, one: _Committed) -> None:
+        """Keep a lane if the device goes on from where it is; its next part then learns of its beams."""
+        following = self._part_of(lane)
+        if (
+            not one.whole
+            or not self._usable
+            or (following is None and (self._in_flight or not lane.fits(one.draws[0].depth)))
+        ):
+            self._leave(lane)
+        elif following is not None:
+            following.beams, following.above = lane.beams, lane.above
+        else:
+            lane.uniforms.settle()
+
+    def _leave(self, lane: _Lane) -> None:
+        for iteration in self._in_flight:
+            for part in iteration.parts:
+                if part is not None and part.lane is lane and not part.void:
+                    part.void = True
+                    part.space.release()
+        self._lanes[self._lanes.index(lane)] = None
+        lane.uniforms.settle()
+
+    def _part_of(self, lane: _Lane) -> _Part | None:
+        """The lane's part of the iteration in flight behind the one that was committed."""
+        parts = self._in_flight[0].parts if self._in_flight else []
+        return next((part for part in parts if part is not None and part.lane is lane), None)
 
     # Launching.
 
-    def _ready(self, request: Request) -> bool:
-        beams = request.hypotheses.active
-        if not isinstance(request.sampler, SeededSampler) or not self._fits(beams[0].depth):
-            return False
-        if any(node in model.pool for model in self._models for node in beams):
-            return False
-        return all(node.parent is not None and node.parent in self._target.pool for node in beams)
-
-    def _state_of(self, request: Request) -> np.ndarray:
-        beams = request.hypotheses.active
+    def _state_of(self, lane: _Lane) -> np.ndarray:
+        beams = lane.request.hypotheses.active
         above = [node.parent for node in beams if node.parent is not None]
         draft_rows: list[int] = []
-        if self._draft is not None:
-            pool = self._draft.pool
+        if lane.draft is not None:
+            pool = lane.draft.pool
             if lacking := [node for node in dict.fromkeys(above) if node not in pool]:
-                self._draft.forward(lacking)
+                lane.draft.forward(lacking)
             draft_rows = [pool.mask_row(node) for node in above]
         return self._iteration.state_of(
             [node.token for node in beams],
             [node.score for node in beams],
-            [self._target.pool.mask_row(node) for node in above],
+            [lane.target.pool.mask_row(node) for node in above],
             draft_rows,
-            self._target.pool.position(beams[0]),
+            lane.target.pool.position(beams[0]),
         )
 
-    def _launch_ahead(self, requests: Sequence[Request], committed: bool) -> None:
-        """Launch the iteration that follows, if it may be needed and has room.
+    def _launch_ahead(self) -> None:
+        """Launch the iteration that follows, for those that may need one and have room for it.
 
-        Args:
-            committed: nothing is in flight; else the beams grow by one to gamma + 1 tokens first.
+        Beams grow by one to gamma + 1 tokens first.
         """
-        gamma = self._iteration.layout.gamma
-        for request in requests:
-            depth = request.hypotheses.active[0].depth
-            if not self._usable or (not committed and depth + 1 >= request.trie.budget):
-                return
-            if not self._fits(depth if committed else depth + gamma + 1):
-                return
-        self._launch(requests, [None] * len(requests))
+        if not self._usable:
+            return
+        ahead = []
+        for lane in self._lanes:
+            if lane is None:
+                continue
+            depth = lane.request.hypotheses.active[0].depth
+            if lane.state is not None or (  # it joins now
+                depth + 1 < lane.request.trie.budget and lane.fits(depth + self._iteration.layout.gamma + 1)
+            ):
+                ahead.append(lane)
+        if ahead:
+            self._launch(ahead)
 
-    def _launch(self, requests: Sequence[Request], states: Sequence[np.ndarray | None]) -> bool:
-        spaces: list[Space] = []
-        sent: list[Sent] = []
+    def _launch(self, lanes: Sequence[_Lane]) -> bool:
+        parts: list[_Part | None] = []
+        sent: list[Sent | None] = []
+        if not self._usable:
+            return False
         try:
-            for request, uniforms, state in zip(requests, self._uniforms, states, strict=True):
-                spaces.append(self._iteration.reserve())
-                origin = self._target.pool.position(request.hypotheses.active[0])
-                ahead = uniforms.ahead(self._iteration.layout.window)
-                sent.append(Sent(spaces[-1], ahead, origin, uniforms.temperature, uniforms.top_p, state))
+            for lane in self._lanes:
+                if lane is None or not any(lane is one for one in lanes):
+                    parts.append(None)
+                    sent.append(None)
+                    continue
+                space = Space.of(
+                    self._iteration.layout, lane.target.pool, None if lane.draft is None else lane.draft.pool
+                )
+                parts.append(_Part(lane, space))
+                origin = lane.target.pool.position(lane.request.hypotheses.active[0])
+                uniforms, ahead = lane.uniforms, lane.uniforms.ahead(self._iteration.layout.window)
+                sent.append(Sent(space, ahead, origin, uniforms.temperature, uniforms.top_p, lane.state))
             flight = self._iteration.launch(sent)
         except (CannotCapture, OutOfMemory) as error:
-            for space in spaces:
-                self._iteration.release(space)
+            for part in parts:
+                if part is not None:
+                    part.space.release()
             self._usable = False
             self._stopped(error)
             return False
-        self._in_flight.append(_Iteration(flight, [_Part(space) for space in spaces]))
+        for part in parts:
+            if part is not None and (part.lane.state is not None or not self._in_flight):
+                part.beams, part.above = part.lane.beams, part.lane.above
+                part.lane.state = None
+        self._in_flight.append(_Iteration(flight, parts))
         return True
-
-    def _fits(self, depth: int) -> bool:
-        """Whether both contexts hold an iteration from beams of that depth."""
-        return self._deepest is None or depth <= self._deepest
 
     # Committing.
 
-    def _commit(
-        self, request: Request, part: _Part, outcome: Outcome, uniforms: _Uniforms, commit: Commit
-    ) -> _Committed:
-        forest, places = self._drafted(request, part.beams, outcome.drafted)
+    def _commit(self, part: _Part, outcome: Outcome) -> _Committed:
+        lane, request, uniforms, commit = part.lane, part.lane.request, part.lane.uniforms, part.lane.commit
+        forest, places = self._drafted(lane, part.beams, outcome.drafted)
         above, whole = part.beams, True
         draws: list[Node] = []
         for depth, layer in enumerate(outcome.sampled):
             for i, parent in enumerate(above):
                 if parent is not None and not layer.finite[i]:
-                    raise self._target.rows.fail(parent)
+                    raise lane.target.rows.fail(parent)
             uniforms.use()
             draws = []
             for p, token, logp in zip(
@@ -312,7 +397,7 @@ class Pipeline:
                 # The device looks for nodes that may have children; a drafted end is drafted as well.
                 inside = frozenset(forest.layers[depth].draws)
                 held = [one or node in inside for node, one in zip(draws, layer.held.tolist(), strict=True)]
-            goes_on = commit(request, draws, held)
+            goes_on = commit(draws, held)
             # The device knows nothing of stop strings and budgets.
             whole = goes_on and all(node.finish in (None, "eos") for node in draws)
             if not whole:
@@ -320,10 +405,10 @@ class Pipeline:
         return _Committed(forest, whole, draws, len(outcome.sampled), places)
 
     def _drafted(
-        self, request: Request, beams: list[Node | None], layers: list[DraftedLayer]
+        self, lane: _Lane, beams: list[Node | None], layers: list[DraftedLayer]
     ) -> tuple[Forest, list[list[Node | None]]]:
         """The forest, and the nodes of each layer by their places in it."""
-        trie = request.trie
+        trie = lane.request.trie
         shown: list[DraftLayer] = []
         placed: list[list[Node | None]] = []
         parents, stopped = beams, False
@@ -333,8 +418,7 @@ class Pipeline:
             if not places:
                 break
             if not all(drafted.finite[i] for i in places):
-                assert self._draft is not None
-                raise self._draft.rows.fail(next(node for node in parents if node is not None))
+                raise lane.draft.rows.fail(next(node for node in parents if node is not None))
             if stopped:
                 # Below a stop string the device went on: what it found elsewhere still counts.
                 tokens = zip(
@@ -359,8 +443,9 @@ class Pipeline:
                 # The next iteration computes its beams itself.
                 if node is not None and node.depth < deepest:
                     computed[node] = layout.width + depth * layout.draft_width + i
-        self._target.pool.commit(part.space.target, computed)
-        if self._draft is None or part.space.draft is None:
+        target, draft = part.space.pools
+        target.commit(part.space.target, computed)
+        if draft is None or part.space.draft is None:
             return
         places: dict[Node, int] = {}
         for i, node in enumerate(part.above):
@@ -369,9 +454,36 @@ class Pipeline:
         for node, place in computed.items():
             if place < end:
                 places[node] = layout.width + place
-        self._draft.pool.commit(part.space.draft, places)
+        draft.commit(part.space.draft, places)
 
 
-def _seeded(sampler: Sampler) -> SeededSampler:
-    assert isinstance(sampler, SeededSampler)
-    return sampler
+class Seat:
+    """A request's place in a `Pipeline` (`model.protocol.Engine`)."""
+
+    def __init__(self, pipeline: Pipeline, target: Any, draft: Any) -> None:
+        self.pipeline, self.target, self.draft = pipeline, target, draft
+        self.forest = Forest()
+        self._lane: _Lane | None = None
+
+    def begin(self, request: Request, commit: Commit) -> bool:
+        """Take a lane, if it has none."""
+        if self._lane is None or not self.pipeline.has(self._lane):
+            self._lane = self.pipeline.join(self, request, commit)
+        return self._lane is not None
+
+    def step(self) -> None:
+        """One iteration for all who have a seat."""
+        self.pipeline.step()
+
+    def leave(self) -> None:
+        """The request goes: nobody will ask for what is in flight for it."""
+        if self._lane is not None:
+            self.pipeline.leave(self._lane)
+            self._lane = None
+
+    def retain(self, leaves: Iterable[Node]) -> None:
+        """Free every node that is neither one of `leaves` nor above one, in both trees."""
+        leaves = list(leaves)
+        for model in (self.target, self.draft):
+            if model is not None:
+                model.pool.retain(leaves)

@@ -6,7 +6,7 @@ the prompt, near the end of the budget or of the draft's context, too many nodes
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from dsbd_cli.decoding.device.iteration import layer_of
 from dsbd_cli.decoding.forward.outcomes import CannotCapture, OutOfMemory, TooLarge
 from dsbd_cli.decoding.law.distribution import SeededSampler
 from dsbd_cli.decoding.model.hf_model import HfTreeModel
+from dsbd_cli.decoding.model.protocol import Compute
 from dsbd_cli.decoding.tree.sequences import DraftLayer, Forest, Node, Trie, draft_room
 
 
@@ -68,12 +69,14 @@ class CapturedProposer:
             self._usable = False
             self._stopped(error)
 
-    def propose(self, beams: list[Node], depth: int) -> Forest:
+    def propose(
+        self, beams: list[Node], depth: int, width: int | None = None
+    ) -> Generator[Compute, None, Forest]:
         if self._launched is None:
             self.begin(beams, depth)
         launched, self._launched = self._launched, None
         if launched is None:
-            forest: Forest = self._host.propose(beams, depth)
+            forest: Forest = yield from self._host.propose(beams, depth, width)
             self.exhausted = self._host.exhausted
             return forest
         answer = self._iteration.wait(launched)

@@ -28,6 +28,7 @@ from dsbd_cli.decoding.forward.kernels import (
 from dsbd_cli.decoding.forward.llama import LlamaForward
 from dsbd_cli.decoding.forward.plain import why_not_plain, why_other_attention
 from dsbd_cli.loading import processor
+from dsbd_cli.loading.ready.llama import ReadyLlama
 
 _GPU_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -39,6 +40,8 @@ class Forward(Protocol):
         dtype: of keys, values and the tree attention mask.
         int8: whether it multiplies in int8 (drafts only: it changes the numbers).
         reads_length: whether `KVBuffer.length` bounds attention, so that the mask may be wider.
+        takes_spans: whether each request's nodes look at its own slots only (`KVBuffer.spans`); else the mask
+            must show all slots.
         relative_node_cost: what a node more costs, in forwards of one node.
         between: called between some decoder layers while a CUDA graph is captured, or None.
     """
@@ -46,6 +49,7 @@ class Forward(Protocol):
     dtype: torch.dtype
     int8: bool
     reads_length: bool
+    takes_spans: bool
     relative_node_cost: float
     between: Callable[[], None] | None
 
@@ -141,6 +145,10 @@ def _why_no_triton(model: Any, int8: bool) -> str | None:
     return None if _triton() is not None else "Triton is not installed"
 
 
+def _real(model: Any) -> Any:
+    return model.real() if isinstance(model, ReadyLlama) else model
+
+
 TABLE = (
     Backend("AMX", True, why_no_amx, lambda model, int8: amx.AmxForward(model, int8=int8)),
     Backend("float32 in C", True, why_no_simd, lambda model, int8: simd.SimdForward(model), True),
@@ -162,16 +170,17 @@ TABLE = (
         _why_no_products,
         lambda model, int8: LlamaForward(model, _linear(model, int8), None),
     ),
-    Backend("Hugging Face", False, lambda model, int8: None, lambda model, int8: HfForward(model)),
+    Backend("Hugging Face", False, lambda model, int8: None, lambda model, int8: HfForward(_real(model))),
 )
 
 
-def candidates(model: Any, *, int8: bool = False, fused: bool = True) -> Iterator[Forward]:
+def candidates(model: Any, *, int8: bool = False, fused: bool = True, skip: int = 0) -> Iterator[Forward]:
     """Forwards that may serve `model`, the quickest first; the model's own comes last.
 
     Args:
         int8: for a draft on a CPU: try those that multiply in int8, or read int8 rows as they are, first.
         fused: False leaves the model's own alone.
+        skip: how many of the first are not made at all: the self-test is known to refuse them.
     """
     fused = fused and why_not_fused(model) is None
     for narrow in (True, False) if int8 and fused else (False,):
@@ -179,11 +188,15 @@ def candidates(model: Any, *, int8: bool = False, fused: bool = True) -> Iterato
             if (narrow and not backend.fused) or (int8 and not narrow and backend.same):
                 continue  # its turn is later, or was before
             if (fused or not backend.fused) and backend.why_not(model, narrow) is None:
-                yield backend.make(model, narrow)
+                skip -= 1
+                if skip < 0:
+                    yield backend.make(model, narrow)
 
 
 def why_not_fused(model: Any) -> str | None:
     """What keeps `model` from being plainly one of the families, now: see `plain.why_not_plain`."""
+    if isinstance(model, ReadyLlama):
+        return None  # it was compared with a plain model, bit for bit
     if any(hasattr(module, "_hf_hook") for module in model.modules()):
         return "hooks move its weights"
     if (getattr(model, "tp_size", None) or 1) > 1:

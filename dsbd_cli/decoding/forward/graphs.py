@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dsbd_cli.decoding.cache.buffers import SPARE
+from dsbd_cli.decoding.cache.buffers import SPARE, Span
 from dsbd_cli.decoding.cache.logits import Best, finite_logits, log_probabilities, pack, unpack
 from dsbd_cli.decoding.cache.tree_cache import Plan, TreeCache
 from dsbd_cli.decoding.forward.capture import Captures, InFlight, OverlapClock, slots_to_see
@@ -96,7 +96,7 @@ class GraphForward:
         return outputs[1][: len(plan)]
 
     def _key(self, plan: Plan, size: int) -> tuple[int, int, int]:
-        self.captures.valid_for(self.pool.pointers())
+        self.captures.valid_for(self.pool.stores.pointers())
         return node_bucket(len(plan)), slots_to_see(self.forward, plan.used, self.pool.cache.capacity), size
 
     def _packed(self, plan: Plan, nodes: int) -> Tensor:
@@ -107,7 +107,8 @@ class GraphForward:
         ids, positions, where, rows, base, bits, used = inputs
         mask = self.pool.masks.extend(base, rows, where, seen_inside(bits))
         cache = self.pool.cache
-        cache.slots, cache.used, cache.length = where, slots, used[:1]
+        cache.slots, cache.used, cache.spans = where, slots, (Span(0, nodes, 0, slots),)
+        cache.begins, cache.length = torch.zeros_like(used[:1]), used[:1]
         logits = self.forward(cache, ids, positions, mask[:, :slots], 0)
         if not size:
             return [logits[:0], logits]
@@ -124,6 +125,11 @@ def why_not(model: Any) -> str | None:
         return "its weights are split over processes"
     if any(hasattr(module, "_hf_hook") for module in model.modules()):
         return "its weights are moved by hooks"
+    return why_not_shared(model)
+
+
+def why_not_shared(model: Any) -> str | None:
+    """What keeps a forward from serving sequences of several lengths; None where nothing is known to."""
     scaling = getattr(model.config.get_text_config(), "rope_parameters", None) or {}
     kinds = {str(part.get("rope_type")) for part in scaling.values() if isinstance(part, dict)}
     if {str(scaling.get("rope_type")), *kinds} & {"dynamic", "longrope"}:

@@ -2,7 +2,8 @@
 
 Eager torch hands a CPU kernel the weights as they lie, and oneDNN reorders them anew at every call;
 prepacked, a bfloat16 forward over a few tokens costs about two thirds. A draft may also multiply in
-int8: whatever it proposes, what it proposed from is what is recorded, so the output stays exact.
+int8: whatever it proposes, what it proposed from is what is recorded, so the output stays exact. One
+module, since it is the one place that knows which of these this machine has.
 """
 
 from __future__ import annotations

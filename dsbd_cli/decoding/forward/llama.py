@@ -9,15 +9,14 @@ layer with torch, with C and with Triton is one computation written once and var
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.attention.bias import causal_lower_right
 
-from dsbd_cli.decoding.cache.buffers import KVBuffer
+from dsbd_cli.decoding.cache.buffers import KVBuffer, Span
 from dsbd_cli.decoding.forward.kernels import Int8Linear, Linear, PrepackedLinear, fused
 
 # Where a CUDA graph may be broken (`graphs`): a short piece first, then longer ones.
@@ -37,6 +36,7 @@ class LlamaForward:
     """
 
     relative_node_cost = 0.03
+    takes_spans = True
 
     def __init__(self, model: Any, linear: type, kernels: Any) -> None:
         self.linear, self.kernels = linear, kernels
@@ -76,13 +76,17 @@ class LlamaForward:
     ) -> Tensor:
         """Logits [K, V'] of the nodes named by `keep`; arguments as in `hf.HfForward`.
 
-        Without a mask the nodes are the last tokens of a prompt that fills slots 1, 2, ... in order.
+        Without a mask the nodes are the last tokens of prompts that fill slots 1, 2, ... in order; with several
+        requests (`cache.spans`) they are whole prompts.
         """
         x = self._embed(ids).to(self.dtype)
         cos, sin = self._rotary(x, positions[None])
         if mask is not None:
             shared = self._layers[0].shared
-            if not self.reads_length and len(ids) * shared <= _FOLD:
+            if (
+                not self.reads_length
+                and max(last - first for first, last, *_ in cache.spans) * shared <= _FOLD
+            ):
                 mask = mask.repeat_interleave(shared, 0)
             mask = mask[None, None]
         for done, layer in enumerate(self._layers):
@@ -142,30 +146,56 @@ class _Layer:
         """The order of heads in which `out` gets its input, as columns; None: as the model has them."""
         return None
 
-    def _over_prompt(self, query: Tensor, keys: Tensor, values: Tensor, used: int) -> Tensor:
-        """Each token of a prompt sees those before it: slots 1, 2, ... hold it in order.
+    def _over_prompts(self, query: Tensor, keys: Tensor, values: Tensor, spans: Sequence[Span]) -> Tensor:
+        """Each token of a prompt sees those before it: a request's slots 1, 2, ... hold it in order.
 
         Args:
-            query: [1, heads, N, size], the last N tokens up to slot `used`.
+            query: [1, heads, N, size], of each request the last tokens up to its slot `used`.
+            keys, values: [1, groups, capacity, size].
 
         Returns:
             [1, heads, N, size].
         """
-        count = query.shape[2]
-        keys, values = keys[:, :, 1:used], values[:, :, 1:used]
-        options: dict[str, Any] = {"is_causal": True}
-        if count < used - 1:
-            options = {"attn_mask": causal_lower_right(count, used - 1)}
-        return F.scaled_dot_product_attention(
-            query, keys, values, scale=self.scaling, enable_gqa=self.shared > 1, **options
-        )
+        parts = []
+        for first, last, begin, used in spans:
+            own = slice(begin + 1, begin + used)
+            options: dict[str, Any] = {"is_causal": True}
+            if last - first < used - 1:
+                # Late: it brings torch._dynamo, a second or more, and only a prompt that is gone on with needs it.
+                from torch.nn.attention.bias import causal_lower_right
 
-    def _over_slots(self, query: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:
-        """Masked attention, [1, heads, N, size] to the same; heads may be rows of their group instead."""
+                options = {"attn_mask": causal_lower_right(last - first, used - 1)}
+            parts.append(
+                F.scaled_dot_product_attention(
+                    query[:, :, first:last], keys[:, :, own], values[:, :, own], scale=self.scaling,
+                    enable_gqa=self.shared > 1, **options,
+                )
+            )  # fmt: skip
+        return parts[0] if len(parts) == 1 else torch.cat(parts, 2)
+
+    def _over_slots(
+        self, query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, spans: Sequence[Span]
+    ) -> Tensor:
+        """Masked attention of each request over its own slots, [1, heads, N, size] to the same.
+
+        Heads may be rows of their group instead: [1, groups, N x shared, size], rows by node.
+
+        Args:
+            keys, values: [1, groups, capacity, size].
+            mask: [1, 1, rows, columns].
+        """
         gqa = query.shape[1] != keys.shape[1]
-        return F.scaled_dot_product_attention(
-            query, keys, values, attn_mask=mask, scale=self.scaling, enable_gqa=gqa
-        )
+        rows = query.shape[2] // spans[-1].last  # a node
+        parts = []
+        for first, last, begin, used in spans:
+            at, own = slice(first * rows, last * rows), slice(begin, begin + used)
+            parts.append(
+                F.scaled_dot_product_attention(
+                    query[:, :, at], keys[:, :, own], values[:, :, own], attn_mask=mask[:, :, at, :used],
+                    scale=self.scaling, enable_gqa=gqa,
+                )
+            )  # fmt: skip
+        return parts[0] if len(parts) == 1 else torch.cat(parts, 2)
 
 
 class TorchLayer(_Layer):
@@ -176,10 +206,10 @@ class TorchLayer(_Layer):
 
         Args:
             x: [N, hidden].
-            cache: `slots` and `used` are set for this forward.
+            cache: `slots` and `spans` are set for this forward.
             cos, sin: [N, size], of the nodes' positions.
-            mask: additive; [1, 1, N x shared, used] (rows in the order node, head of a group) or
-                [1, 1, N, used]; None for a prompt (`_over_prompt`).
+            mask: additive; [1, 1, N x shared, columns] (rows in the order node, head of a group) or
+                [1, 1, N, columns]; None for prompts (`_over_prompts`).
         """
         count = len(x)
         qkv = self.qkv(self.before(x)).view(count, self.heads + 2 * self.groups, self.size)
@@ -194,15 +224,14 @@ class TorchLayer(_Layer):
         keys, values = cache.keys[self.index], cache.values[self.index]
         query = turn[:, : self.heads].transpose(0, 1)[None]
         if mask is None:
-            seen = self._over_prompt(query, keys, values, cache.used)[0].transpose(0, 1)
+            seen = self._over_prompts(query, keys, values, cache.spans)[0].transpose(0, 1)
         else:
-            keys, values = keys[:, :, : cache.used], values[:, :, : cache.used]
             folded = mask.shape[2] != count
             if folded:
                 # Heads that share keys become rows: nothing is repeated but the mask.
                 query = query.view(self.groups, self.shared, count, self.size).transpose(1, 2)
                 query = query.reshape(1, self.groups, count * self.shared, self.size)
-            seen = self._over_slots(query, keys, values, mask)[0]
+            seen = self._over_slots(query, keys, values, mask, cache.spans)[0]
             if folded:
                 seen = seen.view(self.groups, count, self.shared, self.size).transpose(0, 1)
             else:
@@ -259,14 +288,13 @@ class NativeLayer(_KernelLayer):
     ) -> Tensor:
         count = query.shape[0] // self.shared
         if mask is not None and mask.shape[2] == query.shape[0]:
-            keys, values = keys[:, :, : cache.used], values[:, :, : cache.used]
-            seen = self._over_slots(query.transpose(0, 1)[None], keys, values, mask).transpose(1, 2)
+            rows = query.transpose(0, 1)[None]
+            seen = self._over_slots(rows, keys, values, mask, cache.spans).transpose(1, 2)
         else:
             if mask is None:
-                seen = self._over_prompt(self._by_head(query), keys, values, cache.used)
+                seen = self._over_prompts(self._by_head(query), keys, values, cache.spans)
             else:
-                keys, values = keys[:, :, : cache.used], values[:, :, : cache.used]
-                seen = self._over_slots(self._by_head(query), keys, values, mask)
+                seen = self._over_slots(self._by_head(query), keys, values, mask, cache.spans)
             seen = seen.view(self.groups, self.shared, count, self.size).permute(2, 1, 0, 3)
         return seen.reshape(count, self.heads * self.size)
 
@@ -278,6 +306,8 @@ class TritonLayer(_KernelLayer):
         self, query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, cache: KVBuffer
     ) -> Tensor:
         if mask is not None:
-            return self.kernels.attend(query, keys, values, mask[0, 0], cache.length, self.scaling)
-        seen = self._over_prompt(self._by_head(query), keys, values, cache.used)
+            return self.kernels.attend(
+                query, keys, values, mask[0, 0], cache.begins, cache.length, self.scaling
+            )
+        seen = self._over_prompts(self._by_head(query), keys, values, cache.spans)
         return seen[0].transpose(0, 1).reshape(-1, self.heads * self.size)

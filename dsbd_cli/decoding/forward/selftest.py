@@ -6,7 +6,7 @@ not enough: a handful of nodes is computed as a tree and as plain sequences, and
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,6 +23,20 @@ WHAT_WORKS = "method multinomial decodes it path by path"
 _ROUNDING, _OWN_ROUNDING = 1e-4, 1e-3
 # Where the dtype rounds more than that: as a part of what the path before a token changes at all.
 _OF_CONTEXT = 0.25
+
+
+class Verdict(NamedTuple):
+    """What the self-test said of a model, kept for its next load (`loading.ready`).
+
+    Attributes:
+        refused: how many forwards disagreed with the model's own before one agreed.
+        forward: what that one says of itself; where another stands in its place, the test is run again.
+        notes: what the user was told of those that disagreed.
+    """
+
+    refused: int
+    forward: str
+    notes: list[str]
 
 
 def refuse_unserved(model: Any) -> None:

@@ -88,30 +88,33 @@ def _rope(
 
 @triton.jit
 def _attend(
-    query_ptr, keys_ptr, values_ptr, mask_ptr, used_ptr, part_ptr, peak_ptr, mass_ptr, turn_ptr, out_ptr,
-    scaling, rows, groups, shared, size, capacity, mask_width,
+    query_ptr, keys_ptr, values_ptr, mask_ptr, begins_ptr, used_ptr, part_ptr, peak_ptr, mass_ptr, turn_ptr, out_ptr,
+    scaling, all_rows, rows, blocks, groups, shared, size, capacity, mask_width,
     EXACT: tl.constexpr, DIM: tl.constexpr, ROWS: tl.constexpr, SLOTS: tl.constexpr,
 ):  # fmt: skip
-    """One split of the slots for one block of rows of one group; the last one to end joins all of them.
+    """One split of a request's slots for one block of its rows of one group; the last to end joins all of them.
 
     Args:
+        rows, blocks: of each request; `all_rows` of them together.
         part_ptr, peak_ptr, mass_ptr: of each split: unnormalised output, maximum, mass.
         turn_ptr: zeros, one for each group and block; they are zeros again afterwards.
     """
     group = tl.program_id(0) % groups
-    block = tl.program_id(0) // groups
+    request = tl.program_id(0) // groups // blocks
+    block = tl.program_id(0) // groups % blocks
     split, splits = tl.program_id(1), tl.num_programs(1)
-    used = tl.load(used_ptr).to(tl.int32)
+    used = tl.load(used_ptr + request).to(tl.int32)
     span = tl.cdiv(tl.cdiv(used, splits), SLOTS) * SLOTS
     row = block * ROWS + tl.arange(0, ROWS)
     real = row < rows
+    row += request * rows
     dims = tl.arange(0, DIM)
     own = dims < size
     whole = real[:, None] & own[None, :]
     at = (row[:, None] * groups + group) * size + dims[None, :]
     query = tl.load(query_ptr + at, mask=whole, other=0.0)
     node = row // shared
-    base = group.to(tl.int64) * capacity * size
+    base = (group.to(tl.int64) * capacity + tl.load(begins_ptr + request)) * size
     peak = tl.full([ROWS], -float("inf"), tl.float32)
     mass = tl.zeros([ROWS], tl.float32)
     part = tl.zeros([ROWS, DIM], tl.float32)
@@ -146,7 +149,7 @@ def _attend(
     if split >= live_splits:
         return
     if live_splits > 1:
-        place = (split * rows + row) * groups + group
+        place = (split * all_rows + row) * groups + group
         tl.store(part_ptr + place[:, None] * size + dims[None, :], part, mask=whole)
         tl.store(peak_ptr + place, peak, mask=real)
         tl.store(mass_ptr + place, mass, mask=real)
@@ -158,7 +161,7 @@ def _attend(
         mass = tl.zeros([ROWS], tl.float32)
         part = tl.zeros([ROWS, DIM], tl.float32)
         for other in range(live_splits):
-            place = (other * rows + row) * groups + group
+            place = (other * all_rows + row) * groups + group
             # .cg: what other programs wrote lies in the L2 cache.
             its_peak = tl.load(peak_ptr + place, mask=real, other=0.0, cache_modifier=".cg")
             its_mass = tl.load(mass_ptr + place, mask=real, other=1.0, cache_modifier=".cg")
@@ -213,33 +216,36 @@ class Kernels:
         return query
 
     def attend(
-        self, query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, used: Tensor, scaling: float
-    ) -> Tensor:
-        """Attention of N nodes over the slots of the tree.
+        self, query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, begins: Tensor, used: Tensor,
+        scaling: float,
+    ) -> Tensor:  # fmt: skip
+        """Attention of R requests' nodes, N / R of each, over their own slots.
 
         Args:
             query: [N x shared, groups, size], as `rope` returns it.
             keys, values: [1, groups, capacity, size].
             mask: additive [N, >= used], rows contiguous.
-            used: int [1], how many slots to look at.
+            begins, used: int64 [R], where each request's slots begin, and how many to look at.
             scaling: of the scores.
 
         Returns:
             [N, heads x size] in the model's order of heads.
         """
-        rows, groups, size = query.shape
-        shared = rows // mask.shape[0]
+        all_rows, groups, size = query.shape
+        shared, requests = all_rows // mask.shape[0], len(used)
+        rows = all_rows // requests
         exact = query.dtype == torch.float32
         block = min(64, max(16, triton.next_power_of_2(rows)))
         blocks = triton.cdiv(rows, block)
-        splits = max(1, min(_MOST_SPLITS, _PROGRAMS // (groups * blocks)))
-        part = query.new_empty((splits, rows, groups, size), dtype=torch.float32)
-        peak, mass = query.new_empty((2, splits, rows, groups), dtype=torch.float32)
+        programs = requests * groups * blocks
+        splits = max(1, min(_MOST_SPLITS, _PROGRAMS // programs))
+        part = query.new_empty((splits, all_rows, groups, size), dtype=torch.float32)
+        peak, mass = query.new_empty((2, splits, all_rows, groups), dtype=torch.float32)
         out = query.new_empty((mask.shape[0], groups * shared * size))
         dim = max(16, triton.next_power_of_2(size))
-        _attend[(groups * blocks, splits)](
-            query, keys, values, mask, used, part, peak, mass, self._turns_for(groups * blocks, query), out,
-            scaling, rows, groups, shared, size, keys.shape[2], mask.stride(0),
+        _attend[(programs, splits)](
+            query, keys, values, mask, begins, used, part, peak, mass, self._turns_for(programs, query), out,
+            scaling, all_rows, rows, blocks, groups, shared, size, keys.shape[2], mask.stride(0),
             EXACT=exact, DIM=dim, ROWS=block, SLOTS=32 if exact else 64, num_warps=4, num_stages=2,
         )  # fmt: skip
         return out

@@ -69,6 +69,7 @@ class WholeForward:
     dtype: torch.dtype
     relative_node_cost: float
     reads_length = False
+    takes_spans = False
     between: Callable[[], None] | None = None
     _needs_positions = False
 

@@ -13,6 +13,7 @@ import numpy as np
 
 from dsbd_cli.decoding.law.verification import Verified
 from dsbd_cli.decoding.methods.dsbd import Run
+from dsbd_cli.decoding.model.protocol import Compute
 from dsbd_cli.decoding.tree.events import Iteration, Layer
 from dsbd_cli.decoding.tree.sequences import Forest, Node
 
@@ -86,13 +87,15 @@ class BeamSearch:
         return not best > worst
 
 
-def beam_search(run: Run, early_stopping: str, length_penalty: float) -> Iterator[Layer | Iteration]:
+def beam_search(
+    run: Run, early_stopping: str, length_penalty: float
+) -> Iterator[Layer | Iteration | Compute]:
     """Decode to the end; afterwards `run.hypotheses` ranks Hugging Face's own finished beams."""
     state = BeamSearch(run, early_stopping, length_penalty)
     while not state.done:
         # The first layer's law is known from prefill: nothing to draft for.
-        forest = Forest() if run.logits_known() else run.propose()
-        run.advance(forest)
+        forest = Forest() if run.logits_known() else (yield from run.propose())
+        yield from run.advance(forest)
         for depth in range(len(forest.layers) + 1):
             state.step()
             running = state.running

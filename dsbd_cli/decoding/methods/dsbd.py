@@ -10,19 +10,23 @@ The rules themselves are in `law/verification.py`; where an engine runs whole it
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import numpy as np
 
 from dsbd_cli.decoding.law.distribution import Support
 from dsbd_cli.decoding.law.verification import Verified, accept_draws, align, cover, covered, keys
 from dsbd_cli.decoding.law.width import ThresholdWidth
-from dsbd_cli.decoding.methods.proposers import DraftLength, Proposer
-from dsbd_cli.decoding.model.protocol import Engine, TreeModel
+from dsbd_cli.decoding.methods.proposers import ForestShape, Proposer
+from dsbd_cli.decoding.model.protocol import Compute, Engine, Need, TreeModel, Turn
 from dsbd_cli.decoding.tree.events import Iteration, Layer
 from dsbd_cli.decoding.tree.request import Request
 from dsbd_cli.decoding.tree.sequences import DraftLayer, Forest, Node
+
+_Event = TypeVar("_Event")
+_Value = TypeVar("_Value")
 
 
 @dataclass(kw_only=True)
@@ -35,7 +39,7 @@ class Run(Request):
         proposer: where forests come from, or None for plain decoding.
         kv_one: the memory-constrained mode.
         keep_answer: leave the best finished sequence in the caches, for a prompt that goes on from it.
-        draft_length: how many layers are worth drafting, or None for always gamma.
+        shape: how large a forest is worth drafting, or None for always gamma layers of W_S.
         engine: runs `cover` iterations on the device, verification included, or None.
     """
 
@@ -44,18 +48,21 @@ class Run(Request):
     proposer: Proposer | None = None
     kv_one: bool = False
     keep_answer: bool = False
-    draft_length: DraftLength | None = None
+    shape: ForestShape | None = None
     engine: Engine | None = None
     _layers: list[Layer] = field(default_factory=list)
 
-    def propose(self) -> Forest:
-        """The iteration's forest: at most gamma layers, and none that the budget leaves no room for."""
+    def propose(self) -> Generator[Compute, None, Forest]:
+        """The iteration's forest: at most gamma layers, none that the budget has no room for, none that do not pay."""
         depth = self._depth()
         if self.proposer is None or depth <= 0:
             return Forest()
-        if self.draft_length is not None:
-            depth = self.draft_length.depth(depth)
-        return self.proposer.propose(self.hypotheses.active, depth)
+        width = None
+        if self.shape is not None:
+            depth, width = self.shape.choose(depth)
+            if not depth:
+                return Forest()
+        return (yield from self.proposer.propose(self.hypotheses.active, depth, width))
 
     def _depth(self) -> int:
         """Layers to draft: the last one of a sequence is drawn from logits already there, so budget less one."""
@@ -69,16 +76,31 @@ class Run(Request):
         if self.hypotheses.stopped() or (verify == "cover" and self.logits_known()):
             return
         if self.engine is not None:
-            self.engine.begin([self])
+            self.engine.begin(self, self.take)
         elif self.proposer is not None and self._depth() > 0:
             self.proposer.begin(self.hypotheses.active, self._depth())
         else:
             self.target.begin(self.hypotheses.active)
 
-    def advance(self, forest: Forest) -> None:
+    def advance(self, forest: Forest) -> Generator[Compute, None, None]:
         """The one target call of an iteration: the beams not computed yet, and the whole forest."""
         if not forest.computed:
-            self.target.forward([*self.hypotheses.active, *forest.unfinished()])
+            yield Compute(self.target, [*self.hypotheses.active, *forest.unfinished()])
+
+    def take(self, draws: list[Node], held: list[bool] | None) -> bool:
+        """Commit a layer that the engine drew, from the random numbers of `cover_layers` (`protocol.Commit`)."""
+        verified = None
+        if held is not None:
+            # A finished sequence needs no node of the forest.
+            verified = covered(
+                (), [one or (None if node.finish else False) for node, one in zip(draws, held, strict=True)]
+            )
+        self.commit(draws, verified, len(self._layers))
+        return not self.hypotheses.stopped()
+
+    def layers_taken(self) -> list[Layer]:
+        """The layers that `take` has committed in this iteration."""
+        return list(self._layers)
 
     def p_beam(self) -> Support:
         """The target distribution of the next layer, over active set x vocabulary (all their logits are known)."""
@@ -136,8 +158,8 @@ class Run(Request):
             self.hypotheses.keep_best_active()
         active = self.hypotheses.active
         event = Iteration(tuple(active), forest, tuple(self._layers))
-        if self.draft_length is not None and forest.layers:
-            self.draft_length.learn([layer.passed for layer in self._layers[: len(forest.layers)]])
+        if self.shape is not None and forest.layers:
+            self.shape.learn(forest, self._layers)
         self._layers.clear()
         best = self.hypotheses.best_finished() if self.keep_answer else None
         leaves = active if best is None else [*active, best]
@@ -149,38 +171,24 @@ class Run(Request):
         yield event
 
 
-def dsbd(run: Run, verify: str) -> Iterator[Layer | Iteration]:
+def dsbd(run: Run, verify: str) -> Iterator[Layer | Iteration | Need]:
     """Decode until the stop rules hold; `verify` is `paper`, `continue` or `cover`."""
     engine = run.engine
     while not run.hypotheses.stopped():
-        if engine is not None and engine.begin([run]):
-            yield from _engine_iteration(run, engine)
+        if engine is not None and engine.begin(run, run.take):
+            yield Turn(engine)
+            layers = run.layers_taken()
+            yield from layers
+            if layers:  # one that has just come in may have to wait for the next iteration
+                yield from run.finish_iteration(engine.forest, by=engine)
             continue
         # With `cover` the first layer behind the prompt is sampled directly: its target logits are there
         # already, so drafting for it would be wasted.
-        forest = Forest() if verify == "cover" and run.logits_known() else run.propose()
-        run.advance(forest)
+        known = verify == "cover" and run.logits_known()
+        forest = Forest() if known else (yield from run.propose())
+        yield from run.advance(forest)
         yield from layers_of(run, forest, verify)
         yield from run.finish_iteration(forest, verify)
-
-
-def _engine_iteration(run: Run, engine: Engine) -> Iterator[Layer | Iteration]:
-    """One iteration of `cover` that the device drafted and verified, from the random numbers of `cover_layers`."""
-    layers: list[Layer] = []
-
-    def commit(_: Request, draws: list[Node], held: list[bool] | None) -> bool:
-        verified = None
-        if held is not None:
-            # A finished sequence needs no node of the forest.
-            verified = covered(
-                (), [one or (None if node.finish else False) for node, one in zip(draws, held, strict=True)]
-            )
-        layers.append(run.commit(draws, verified, len(layers)))
-        return not run.hypotheses.stopped()
-
-    (forest,) = engine.step([run], commit)
-    yield from layers
-    yield from run.finish_iteration(forest, by=engine)
 
 
 def layers_of(run: Run, forest: Forest, verify: str) -> Iterator[Layer]:
@@ -272,3 +280,27 @@ def _mass_held(run: Run, support: Support, drafted: DraftLayer) -> float:
     ends = np.isin(support.token, list(run.trie.eos_ids))
     inside = ends | np.isin(keys(support.parent, support.token), held)
     return float(support.prob[inside].sum())
+
+
+# Needs.
+
+
+def alone(loop: Iterator[_Event | Need]) -> Iterator[_Event]:
+    """A loop with its needs served one by one: a request that shares nothing."""
+    for event in loop:
+        if isinstance(event, Compute):
+            event.model.forward(event.nodes)
+        elif isinstance(event, Turn):
+            event.engine.step()
+        else:
+            yield event
+
+
+def now(steps: Generator[Compute, None, _Value]) -> _Value:
+    """What `steps` return, with their needs served one by one."""
+    while True:
+        try:
+            need = next(steps)
+        except StopIteration as end:
+            return end.value  # type: ignore[no-any-return]
+        need.model.forward(need.nodes)

@@ -1,20 +1,23 @@
-"""What proposes forests, and how deep they are worth drafting (docs/design.md section 2)."""
+"""What proposes forests, and how large they are worth drafting (docs/design.md section 2)."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from typing import Protocol
 
 from dsbd_cli.decoding.law.distribution import LogitsProcessor, Sampler, most_probable
-from dsbd_cli.decoding.model.protocol import TreeModel
+from dsbd_cli.decoding.model.protocol import Compute, TreeModel
+from dsbd_cli.decoding.tree.events import Layer
 from dsbd_cli.decoding.tree.sequences import DraftLayer, Forest, Node, Trie, draft_room
+from dsbd_cli.prices import Acceptance, Prices, Shape, best_forest, layers_per_ms
 
-# What is believed of a layer before any was tried. Measured: more costs short answers a third of their speed.
-_PRIOR = 0.65
 # Weight of the newest observation: the last five or so decide.
 _RATE = 0.2
 # A depth that was not tried comes to be believed as good as the one above it: else it is never tried again.
 _FORGETTING = 0.05
+# Iterations without a forest before one layer is tried again: as few as the first after one that passed, twice
+# as many after each that was in vain.
+_FIRST_REST, _LONGEST_REST = 4, 64
 
 
 class Proposer(Protocol):
@@ -25,8 +28,16 @@ class Proposer(Protocol):
     def begin(self, beams: list[Node], depth: int) -> None:
         """Launch what `propose` will be asked for next, where a device can work on its own."""
 
-    def propose(self, beams: list[Node], depth: int) -> Forest:
-        """A forest of at most `depth` layers on the unfinished `beams` (their `score` is known)."""
+    def propose(
+        self, beams: list[Node], depth: int, width: int | None = None
+    ) -> Generator[Compute, None, Forest]:
+        """A forest of at most `depth` layers on the unfinished `beams` (their `score` is known).
+
+        Yields what has to be computed on the way.
+
+        Args:
+            width: the most draws of a layer, where that is to be less than W_S.
+        """
 
     def retain(self, leaves: list[Node]) -> None:
         """The iteration is over: only `leaves` and their ancestors matter from now on."""
@@ -63,8 +74,11 @@ class DraftModelProposer:
     def begin(self, beams: list[Node], depth: int) -> None:
         """Nothing: the host draws every layer before the next one can be computed."""
 
-    def propose(self, beams: list[Node], depth: int) -> Forest:
+    def propose(
+        self, beams: list[Node], depth: int, width: int | None = None
+    ) -> Generator[Compute, None, Forest]:
         layers: list[DraftLayer] = []
+        width = self._width if width is None else width
         room = draft_room(self._draft.max_depth, beams)
         self.exhausted = room <= 0
         # Below a token that the draft does not have, nothing is drafted.
@@ -73,12 +87,12 @@ class DraftModelProposer:
             return Forest()
         parents, scores = beams, [node.score for node in beams]
         for _ in range(min(depth, room)):
-            self._draft.forward(parents)
+            yield Compute(self._draft, parents)
             support = self._draft.joint(parents, scores, self._processor)
             if self._distinct:
-                sample = [int(i) for i in most_probable(support, self._width, self._mass)]
+                sample = [int(i) for i in most_probable(support, width, self._mass)]
             else:
-                sample = self._sampler.sample(support.prob, self._width)
+                sample = self._sampler.sample(support.prob, width)
             draws = [self._trie.child(parents[support.parent[i]], int(support.token[i])) for i in sample]
             layers.append(DraftLayer(parents, support, draws))
             found = {
@@ -95,46 +109,115 @@ class DraftModelProposer:
         self._draft.retain(leaves)
 
 
-class DraftLength:
-    """How many layers are worth drafting: as many as the recent past says will be used. No clocks.
+class ForestShape:
+    """The forest that promises most layers a millisecond; none where plain beams do.
 
-    Where a forward costs about the same for any number of nodes (a GPU), a layer too many costs little.
-    On a CPU it costs a draft forward and its nodes' share of the target's, and prompts differ: on some
-    the draft is right four layers deep, on others hardly once.
-
-    Exactness: the depth is chosen before an iteration's draft, from the layers that earlier iterations
-    passed; that is a function of the past, and given the past every layer is drawn from its own
-    distribution whatever is drafted below it (docs/design.md section 3). Costs are fixed numbers of the
-    pair, not times measured in this run, so one seed gives one text on any machine.
+    Exactness: the shape is chosen before an iteration's forest is drafted, from the layers that earlier iterations
+    passed; that is a function of the past, and given the past every layer is drawn from its own distribution
+    whatever is drafted below it (docs/design.md section 3). Prices are numbers of a file, not times of this run,
+    so one seed gives one text as long as the file stays.
 
     Args:
-        cost: of one more drafted layer, draft forward and nodes, in target calls; above 0.
+        prices: of the pair.
+        acceptance: what is believed at first.
+        narrow: whether layers may be narrower than W_S. A dynamic width depends on its layer, so it is given
+            the whole of it.
+        drawn: the forest's layers are draws, which are looked at one by one (`paper`, `continue`), not the most
+            probable continuations.
+
+    Attributes:
+        requests: how many share each forward, so that their nodes are paid together; 1 where the text depends on
+            the forest (all but `cover` of a fixed width and the deterministic mode): a request's text must not
+            depend on its neighbours.
     """
 
-    def __init__(self, cost: float) -> None:
-        self._cost = cost
-        # Probability that layer i passes if those above it did.
-        self._passes: list[float] = []
+    def __init__(
+        self, prices: Prices, acceptance: Acceptance, *, narrow: bool = True, drawn: bool = False
+    ) -> None:
+        self._prices, self._beams, self._drawn = prices, acceptance.beams, drawn
+        self._widths = acceptance.widths
+        self._choice = self._widths if narrow else self._widths[-1:]
+        self._first = acceptance.passes
+        self._passes = [list(layer) for layer in acceptance.passes]
+        self._nodes = list(acceptance.nodes)
+        self.requests = 1
+        always = Acceptance(self._widths, ((1.0,) * len(self._widths),) * len(self._passes), acceptance.nodes)
+        # Where no forest could pay even if all of it passed, none is ever tried.
+        self._hopeless = self._best(always, len(self._passes)).gamma == 0
+        self._rest, self._resting = _FIRST_REST, 0
+        self._limit = self._widths[-1]  # W_S of the forest under way
 
-    def depth(self, most: int) -> int:
-        """The depth, 1 to `most` (at least 1), that promises most layers for what it costs."""
-        self._passes += [_PRIOR] * (most - len(self._passes))
-        best, chosen = 0.0, 1
-        reached, layers = 1.0, 1.0  # a call yields one layer whatever is drafted
-        for depth in range(1, most + 1):
-            reached *= self._passes[depth - 1]
-            layers += reached
-            worth = layers / (1 + self._cost * depth)
-            if worth > best:
-                best, chosen = worth, depth
-        return chosen
+    def choose(self, most: int) -> Shape:
+        """The shape of the next forest, at most `most` (at least 1) layers deep."""
+        known = self._acceptance()
+        shape = self._best(known, most)
+        if shape.gamma or (self._hopeless and self.requests == 1):
+            self._resting = 0
+        else:
+            self._resting += 1
+            if self._resting > self._rest:
+                self._resting, self._rest = 0, min(2 * self._rest, _LONGEST_REST)
+                tries = [Shape(1, width) for width in self._choice]
+                shape = max(tries, key=lambda one: self._worth(known, one))
+        self._limit = shape.draft_width
+        return shape
 
-    def learn(self, passed: Sequence[bool]) -> None:
-        """What became of an iteration's drafted layers that were verified, from the first on."""
+    def learn(self, forest: Forest, layers: Sequence[Layer]) -> None:
+        """What became of an iteration's forest: the layers that were committed, from the first on."""
         tried = 0
-        for tried, good in enumerate(passed, 1):
-            self._passes[tried - 1] += _RATE * (float(good) - self._passes[tried - 1])
-            if not good:
+        for drafted, layer in zip(forest.layers[: len(self._passes)], layers, strict=False):
+            self._see(tried, drafted, layer)
+            tried += 1
+            if not layer.passed:
                 break
-        for i in range(max(1, tried), len(self._passes)):
-            self._passes[i] += _FORGETTING * (self._passes[i - 1] - self._passes[i])
+            self._rest = _FIRST_REST
+        for depth in range(max(1, tried), len(self._passes)):
+            above = self._passes[depth - 1]
+            row = self._passes[depth]
+            self._passes[depth] = [one + _FORGETTING * (a - one) for one, a in zip(row, above, strict=True)]
+
+    def _see(self, depth: int, drafted: DraftLayer, layer: Layer) -> None:
+        """Move the beliefs about one depth towards what a layer of each width would have done."""
+        used = len(drafted.draws)
+        # The draft's mass or its vocabulary ended it: a wider one would have been the same.
+        ended = used < self._limit
+        needed = least_width(drafted, layer, drawn=self._drawn) if layer.passed else None
+        row, first = self._passes[depth], self._first[depth]
+        lost = max([0.0, *(first[i] for i, width in enumerate(self._widths) if width <= used)])
+        size = len({node for node in drafted.draws if node.finish is None})
+        for i, width in enumerate(self._widths):
+            if needed is not None:
+                goal = float(width >= needed)
+            elif width <= used or ended:
+                goal = 0.0
+            else:  # how a wider one would have done is not seen: what is believed at first, given that this failed
+                goal = (first[i] - lost) / (1 - lost)
+            row[i] += _RATE * (goal - row[i])
+            held = min(width, size) if width <= used or ended else max(self._nodes[i], size)
+            self._nodes[i] += _RATE * (held - self._nodes[i])
+
+    def _worth(self, known: Acceptance, shape: Shape) -> float:
+        return layers_per_ms(self._prices, known, shape, requests=self.requests)
+
+    def _acceptance(self) -> Acceptance:
+        return Acceptance(self._widths, tuple(map(tuple, self._passes)), tuple(self._nodes), self._beams)
+
+    def _best(self, known: Acceptance, most: int) -> Shape:
+        return best_forest(
+            self._prices, known, requests=self.requests, beams=self._beams, max_gamma=most,
+            max_draft_width=self._widths[-1], widths=self._choice,
+        )  # fmt: skip
+
+
+def least_width(drafted: DraftLayer, layer: Layer, *, drawn: bool) -> int:
+    """The least W_S with which a layer that passed would have passed too.
+
+    Args:
+        drafted: the forest's layer.
+        layer: what was committed beside it.
+        drawn: the forest's layer holds draws of q, looked at one by one.
+    """
+    if drawn:
+        return layer.examined
+    place = {node: i for i, node in enumerate(drafted.draws, 1)}
+    return max((place.get(node, 1) for node in layer.draws if node.finish is None), default=1)

@@ -7,12 +7,13 @@ from collections.abc import Iterator
 from dsbd_cli.decoding.law.distribution import LogitsProcessor, Sampler
 from dsbd_cli.decoding.law.width import ThresholdWidth, width_rule
 from dsbd_cli.decoding.methods.deterministic import beam_search
-from dsbd_cli.decoding.methods.dsbd import Run, dsbd
-from dsbd_cli.decoding.methods.proposers import CapturedProposer, DraftLength, DraftModelProposer, Proposer
+from dsbd_cli.decoding.methods.dsbd import Run, alone, dsbd
+from dsbd_cli.decoding.methods.proposers import CapturedProposer, DraftModelProposer, ForestShape, Proposer
 from dsbd_cli.decoding.methods.specinfer import TreeProposer, specinfer
-from dsbd_cli.decoding.model.protocol import Demand, Engine, TreeModel
+from dsbd_cli.decoding.model.protocol import Demand, Engine, Need, TreeModel
 from dsbd_cli.decoding.tree.events import Iteration, Layer
 from dsbd_cli.decoding.tree.sequences import Hypotheses, Trie
+from dsbd_cli.prices import Acceptance, Prices, distinct_beams
 from dsbd_cli.settings import DEFAULT_TREE, DRAFTING, ONE_BEAM_METHODS, Settings
 
 
@@ -49,9 +50,24 @@ def draft_processor(settings: Settings) -> LogitsProcessor:
     )
 
 
-def relative_cost(settings: Settings, target: TreeModel, draft: TreeModel) -> float | None:
-    """What one more drafted layer costs, in target calls; None where forests are to be full."""
-    return None if settings.forest == "full" else target.relative_cost(draft)
+def forest_shape(settings: Settings, prices: Prices, pruned: bool) -> ForestShape:
+    """How large these settings' forests are to be.
+
+    Args:
+        pruned: whether layers end where they hold enough of the draft's mass.
+    """
+    one_beam = settings.method in ONE_BEAM_METHODS
+    width, drawn = 1 if one_beam else settings.width, not takes_most_probable(settings)
+    beams = distinct_beams(width, without_replacement=settings.deterministic)
+    first = Acceptance.assumed(
+        beams,
+        settings.gamma,
+        1 if one_beam else settings.draft_width,
+        pruned=pruned,
+        least=width if drawn else 1,
+    )
+    narrow = settings.deterministic or width_rule(width, settings.min_width, settings.threshold) is None
+    return ForestShape(prices, first, narrow=narrow, drawn=drawn)
 
 
 def forest_mass(settings: Settings) -> float:
@@ -65,6 +81,19 @@ def forest_mass(settings: Settings) -> float:
     if greedy or dynamic or settings.method != "dsbd" or settings.verify != "cover":
         return 1.0
     return (1 + settings.top_p) / 2
+
+
+def most_nodes(settings: Settings, prompt_tokens: int, budget: int) -> int:
+    """Slots that a request may come to need in either model: its prompt, W sequences as long as may be, and the
+    forests of two iterations in flight."""
+    width = 1 if settings.method in ONE_BEAM_METHODS else settings.width
+    forest = settings.gamma * settings.draft_width if settings.method in DRAFTING else 0
+    if settings.method == "specinfer":
+        forest, level = 0, 1
+        for count in settings.tree or DEFAULT_TREE:
+            level *= count
+            forest += level
+    return 1 + prompt_tokens + width * budget + 2 * (2 * width + forest)
 
 
 def demand_of(settings: Settings, drafts: bool) -> Demand:
@@ -108,18 +137,20 @@ def start(
     draft_sampler: Sampler,
     engine: Engine | None = None,
     captured: CapturedProposer | None = None,
+    prices: Prices | None = None,
 ) -> Run:
     """A `Run` for these settings on prefilled models; `draft` may be None for plain decoding.
 
     Args:
         engine, captured: what `device.engines.Engines.choose` found for `demand_of` these settings, if anything.
+        prices: what forests have to be worth on the host; None: all are full.
     """
     one_beam = settings.method in ONE_BEAM_METHODS
     width = 1 if one_beam else settings.width
     processor = draft_processor(settings)
     gamma = settings.gamma
     proposer: Proposer | None = None
-    draft_length: DraftLength | None = None
+    shape: ForestShape | None = None
     dynamic: ThresholdWidth | None = None
     if settings.method == "dsbd" and not settings.deterministic:
         dynamic = width_rule(width, settings.min_width, settings.threshold)
@@ -131,13 +162,13 @@ def start(
     elif draft is not None and settings.method in DRAFTING:
         distinct = takes_most_probable(settings)
         draft_width = 1 if one_beam else settings.draft_width
-        cost = None if captured is not None else relative_cost(settings, target, draft)
-        mass = 1.0 if cost is None else forest_mass(settings)
+        priced = prices is not None and engine is None and captured is None
+        mass = forest_mass(settings) if priced else 1.0
         if mass < 1:
             # What mass is depends on the temperature.
             processor = LogitsProcessor(settings.temperature, processor.top_k)
-        if cost is not None and not settings.deterministic and engine is None:
-            draft_length = DraftLength(cost)
+        if prices is not None and priced and gamma:
+            shape = forest_shape(settings, prices, mass < 1)
         proposer = DraftModelProposer(draft, trie, processor, draft_width, draft_sampler, distinct, mass)
         if captured is not None:
             proposer = captured.falling_back_to(proposer)
@@ -154,13 +185,18 @@ def start(
         dynamic_width=dynamic,
         proposer=proposer,
         kv_one=kv_one,
-        draft_length=draft_length,
+        shape=shape,
         engine=engine,
     )
 
 
 def decode(run: Run, settings: Settings) -> Iterator[Layer | Iteration]:
-    """The method's own loop; `run.hypotheses` holds the outcome when it is exhausted."""
+    """Decode one request alone; `run.hypotheses` holds the outcome when this is exhausted."""
+    return alone(loop_of(run, settings))
+
+
+def loop_of(run: Run, settings: Settings) -> Iterator[Layer | Iteration | Need]:
+    """The method's own loop, for whoever serves the needs that it yields."""
     if settings.deterministic:
         return beam_search(run, settings.early_stopping, settings.length_penalty)
     if settings.method == "specinfer":

@@ -7,11 +7,11 @@ the `paper` rule with one draw to keep decides among its k_d iid draws, duplicat
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 
 from dsbd_cli.decoding.law.distribution import LogitsProcessor, Sampler
 from dsbd_cli.decoding.methods.dsbd import Run, verify_layer
-from dsbd_cli.decoding.model.protocol import TreeModel
+from dsbd_cli.decoding.model.protocol import Compute, TreeModel
 from dsbd_cli.decoding.tree.events import Iteration, Layer
 from dsbd_cli.decoding.tree.sequences import DraftLayer, Forest, Node, Trie, draft_room
 
@@ -37,7 +37,9 @@ class TreeProposer:
     def begin(self, beams: list[Node], depth: int) -> None:
         """Nothing: the host draws every level before the next one can be computed."""
 
-    def propose(self, beams: list[Node], depth: int) -> Forest:
+    def propose(
+        self, beams: list[Node], depth: int, width: int | None = None
+    ) -> Generator[Compute, None, Forest]:
         layers: list[DraftLayer] = []
         level = [node for node in beams if self._draft.reads(node)]
         room = draft_room(self._draft.max_depth, beams)
@@ -45,7 +47,7 @@ class TreeProposer:
         for count in self._expansion[: max(0, min(depth, room))]:
             if not level:
                 break
-            self._draft.forward(level)
+            yield Compute(self._draft, level)
             found: dict[Node, None] = {}
             for node in level:
                 support = self._draft.joint([node], [0.0], self._processor)
@@ -60,12 +62,12 @@ class TreeProposer:
         self._draft.retain(leaves)
 
 
-def specinfer(run: Run) -> Iterator[Layer | Iteration]:
+def specinfer(run: Run) -> Iterator[Layer | Iteration | Compute]:
     """Decode one sequence: an accept descends, no accept ends with one residual draw, a leaf with one
     draw of p."""
     while not run.hypotheses.stopped():
-        forest = run.propose()
-        run.advance(forest)
+        forest = yield from run.propose()
+        yield from run.advance(forest)
         yield from _descend(run, forest)
         yield from run.finish_iteration(forest)
 

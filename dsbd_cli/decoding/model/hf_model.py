@@ -1,4 +1,7 @@
-"""A Hugging Face causal LM as a `TreeModel`: one tree, one key/value pool, one forward a call."""
+"""A Hugging Face causal LM as a `TreeModel`: one tree, one key/value pool, one forward a call.
+
+One module, since prompts, forwards and what is kept of them work on the same cache and the same logits.
+"""
 
 from __future__ import annotations
 
@@ -9,30 +12,29 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dsbd_cli.decoding.cache.buffers import LogitStore
+from dsbd_cli.decoding.cache.buffers import LogitStore, Span
 from dsbd_cli.decoding.cache.tree_cache import Plan, TreeCache
 from dsbd_cli.decoding.forward import backends
 from dsbd_cli.decoding.forward.attention import without_planning
 from dsbd_cli.decoding.forward.backends import Forward
 from dsbd_cli.decoding.forward.capture import InFlight, OverlapClock
-from dsbd_cli.decoding.forward.graphs import GraphForward, why_not
+from dsbd_cli.decoding.forward.graphs import GraphForward, why_not, why_not_shared
 from dsbd_cli.decoding.forward.hf import context_limit
 from dsbd_cli.decoding.forward.kernels import keep_logits
 from dsbd_cli.decoding.forward.outcomes import CannotCapture, OutOfMemory, TooLarge
 from dsbd_cli.decoding.forward.plain import why_not_captured
-from dsbd_cli.decoding.forward.selftest import check_tree, refusal, refuse_unserved
+from dsbd_cli.decoding.forward.selftest import Verdict, check_tree, refusal, refuse_unserved
 from dsbd_cli.decoding.law.distribution import LogitsProcessor, Support
 from dsbd_cli.decoding.model.protocol import Side
 from dsbd_cli.decoding.tree.sequences import Node
 from dsbd_cli.loading.architecture import device_of, head_rows, input_rows, rope_border
+from dsbd_cli.prices import Prices
 
 # Prompt tokens a forward: keeps the mask and the activations of a long prompt small.
 _CHUNK = 2048
 # Slots and mask rows to start with; both double when they run out.
 _SIZES = 512, 64
 _CAPTURED_SIZES = 2048, 512
-# Nodes of a layer of an adaptive forest, on average.
-_LAYER_NODES = 4
 
 
 class HfTreeModel:
@@ -46,6 +48,7 @@ class HfTreeModel:
         fast: use a fused forward where one serves the model and agrees with it (`forward.backends`).
         int8: with `fast`, on a CPU: multiply in int8 (a draft's proposals may be anything).
         graphs: capture forwards as CUDA graphs; None: on a CUDA device, if the model can be captured.
+        tested: what the self-test said of this model before: it is not run again.
 
     Attributes:
         calls: forwards since the last `prefill`, that one left out.
@@ -66,6 +69,7 @@ class HfTreeModel:
         fast: bool = True,
         int8: bool = False,
         graphs: bool | None = None,
+        tested: Verdict | None = None,
     ) -> None:
         # A `LoadedModel` names itself; a bare module is named by its config.
         module: Any = model if isinstance(model, torch.nn.Module) else model.model
@@ -84,7 +88,6 @@ class HfTreeModel:
         self._long = False
         self.max_positions = max_positions or getattr(model, "max_positions", None) or context_limit(module)
         self.calls = 0
-        self._root = Node(-1, None)
         self.notes: list[str] = []
         self.rows = LogitStore(f"the {role} model ({self.name})", self.dtype, self.vocab_size)
         self.clock = OverlapClock()
@@ -99,9 +102,16 @@ class HfTreeModel:
         if self._capture and (reason := why_not(module) or why_not_captured(module)):
             self._no_graphs(reason)
         self._fused = backends.why_not_fused(module)
-        self._ways = backends.candidates(module, int8=int8, fused=fast)
-        self._use(next(self._ways))
-        self._served = False
+        self._served, self._refused = False, 0
+        self._ways = backends.candidates(module, int8=int8, fused=fast, skip=tested.refused if tested else 0)
+        first = next(self._ways, None)
+        if tested is not None and first is not None and first.describe() == tested.forward:
+            self._served, self._refused = True, tested.refused
+            self.notes += tested.notes
+        elif tested is not None or first is None:  # not the machine that it was: ask again
+            self._ways = backends.candidates(module, int8=int8, fused=fast)
+            first = next(self._ways)
+        self._use(first)
 
     def require_tree(self) -> None:
         """Make sure, once, that the tree mask serves this model.
@@ -119,18 +129,29 @@ class HfTreeModel:
                 self._served = False
                 raise refusal(self.model, wrong)
             name = type(self._forward).__name__
+            self._refused += 1
             self.notes.append(
                 f"{self.role}: {name} is not used, it disagrees with the model's own forward ({wrong})"
             )
             self._use(way)
         self._ways = iter(())  # lets go of what was tried
 
+    def verdict(self) -> Verdict:
+        """What the self-test said, for the next load of the same model; runs it if it was not run yet.
+
+        Raises:
+            UserError: the architecture is not served.
+        """
+        self.require_tree()
+        told = [note for note in self.notes if " is not used, it disagrees " in note]
+        return Verdict(self._refused, self._forward.describe(), told)
+
     def _use(self, forward: Forward) -> None:
         """Compute with `forward` from now on, in a new pool."""
         self._forward = forward
         # Buffers that grow cost a capture its pointers: start large where forwards are captured.
         slots, rows = _CAPTURED_SIZES if self._capture else _SIZES
-        self.pool = TreeCache(slots, rows, forward.dtype, self.device)
+        self.pool = TreeCache.alone(slots, rows, forward.dtype, self.device)
         if self._capture:
             self.graphs = GraphForward(forward, self.pool, self.vocab_size, self.device, self.clock)
 
@@ -143,6 +164,17 @@ class HfTreeModel:
         """Whether forwards are captured as CUDA graphs (not while memory is short)."""
         return self.graphs is not None and not self._short_of_memory
 
+    @property
+    def tree_forward(self) -> Forward:
+        """The forward that serves this model's trees; `require_tree` has chosen it."""
+        self.require_tree()
+        return self._forward
+
+    @property
+    def shares(self) -> bool:
+        """Whether several requests can share a forward: not where positions depend on a length."""
+        return self._border is None and why_not_shared(self.model) is None
+
     def describe(self) -> str:
         """Which forward serves this model, and whether it is captured: one sentence."""
         captured = "captured as CUDA graphs" if self._capture else f"no CUDA graphs ({self._why_no_graphs})"
@@ -151,14 +183,15 @@ class HfTreeModel:
 
     def side(self) -> Side:
         """What captured iterations need of this model."""
-        return Side(self._forward, self.pool, self.vocab_size, min(self.rows.size, self.vocab_size))
+        top_n = min(self.rows.size, self.vocab_size)
+        return Side(self._forward, self.pool.stores, self.vocab_size, top_n, self.pool)
 
     # What the run reports.
 
     @property
     def max_depth(self) -> int | None:
         """Depth of the deepest node that the context limit leaves room for."""
-        length = self.pool.prompt_length(self._root)
+        length = self.pool.prompt_length
         limit = self.limit_for(length)
         return None if limit is None else limit - length
 
@@ -204,15 +237,14 @@ class HfTreeModel:
     def bytes_allocated(self) -> int:
         return self.pool.cache.capacity * self.bytes_per_slot
 
-    def relative_cost(self, draft: Any) -> float | None:
-        """What one more drafted layer costs, in calls of this target (`methods.proposers.DraftLength`).
+    def assumed_prices(self, draft: HfTreeModel) -> Prices | None:
+        """Prices where none are measured: from the bytes that the forwards read and the kind of forward.
 
         None where a forward costs about the same whatever is in it.
-        From the bytes that the forwards read and the nodes of an average layer, not from a clock.
         """
-        if self.device.type != "cpu" or not isinstance(draft, HfTreeModel):
+        if self.device.type != "cpu":
             return None
-        return draft._bytes_read() / self._bytes_read() + _LAYER_NODES * self._forward.relative_node_cost
+        return Prices.assumed(draft._bytes_read() / self._bytes_read(), self._forward.relative_node_cost)
 
     def _bytes_read(self) -> float:
         int8 = self._forward.int8
@@ -242,7 +274,6 @@ class HfTreeModel:
         long, before = self._border is not None and not self._below(len(ids)), self._long
         self._long = long
         kept = self.pool.shared_prefix(ids) if reuse and not self.rows.tainted and long == before else []
-        self._root = root
         self.pool.start(ids, root, kept)
         self.rows.start(top_n)
         self.calls = 0
@@ -250,10 +281,10 @@ class HfTreeModel:
         # Beyond a border of rope factors every part of the prompt has to see its whole length.
         chunk = len(ids) if long else _CHUNK
         for begin in range(len(kept), len(ids), chunk):
-            plan = self.pool.prompt_plan(root, begin, min(begin + chunk, len(ids)))
+            plan = self.pool.prompt_plan(begin, min(begin + chunk, len(ids)))
             slots = torch.tensor(plan.slots, device=self.device)
             end = begin + len(plan)
-            if self._forward.needs_no_mask(begin) and self.pool.straight(root, end):
+            if self._forward.needs_no_mask(begin) and self.pool.straight(end):
                 mask = None
                 self.pool.masks.see(plan.mask_rows[0], slots)
             else:
@@ -346,9 +377,9 @@ class HfTreeModel:
     def _compute(self, plan: Plan, slots: Tensor, mask: Tensor | None, head: Tensor | int) -> Tensor:
         """Logits [K, V'] of the nodes that `head` names."""
         cache = self.pool.cache
-        cache.slots, cache.used = slots, plan.used
+        cache.slots, cache.used, cache.spans = slots, plan.used, (Span(0, len(plan), 0, plan.used),)
         if self._forward.reads_length:
-            cache.length = torch.tensor([plan.used], device=self.device)
+            cache.begins, cache.length = torch.tensor([[0], [plan.used]], device=self.device)
         ids, positions = torch.tensor([plan.ids, plan.positions], device=self.device)
         seen: Any = None if mask is None else mask[:, : plan.used]
         if self.device.type != "cuda":

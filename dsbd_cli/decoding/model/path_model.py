@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import DynamicCache, GenerationMixin
 
 from dsbd_cli.decoding.cache.buffers import LogitStore
 from dsbd_cli.decoding.forward.capture import OverlapClock
@@ -93,10 +92,6 @@ class PathModel:
         """How this model is run: one sentence."""
         return "the model's own forward, path by path (transformers)"
 
-    def relative_cost(self, draft: Any) -> float | None:
-        return None
-
-    @torch.inference_mode()
     def prefill(self, ids: Sequence[int], root: Node, *, top_n: int = 0, reuse: bool = True) -> None:
         """Start behind the prompt `ids`; nothing is taken over from the last one."""
         self.require_tree()
@@ -149,6 +144,8 @@ class _Steps:
     """
 
     def __init__(self, model: Any, device: torch.device) -> None:
+        from transformers import GenerationMixin  # late: a tree needs none of it
+
         self._model, self._device, self.cached = model, device, True
         self._takes = set(inspect.signature(model.forward).parameters)
         # What this transformers hands to every model; many take it as further keywords.
@@ -158,6 +155,8 @@ class _Steps:
 
     def begin(self, ids: Sequence[int]) -> Tensor:
         """Logits [1, V'] behind a new sequence."""
+        from transformers import DynamicCache
+
         tokens = torch.tensor([list(ids)], device=self._device)
         self._kwargs = {"use_cache": self.cached}
         if "attention_mask" in self._takes:

@@ -12,10 +12,32 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from dsbd_cli.decoding.cache.buffers import Stores
 from dsbd_cli.decoding.cache.tree_cache import TreeCache
 from dsbd_cli.decoding.law.distribution import LogitsProcessor, Support
 from dsbd_cli.decoding.tree.request import Request
 from dsbd_cli.decoding.tree.sequences import Forest, Node
+
+
+@dataclass(frozen=True)
+class Compute:
+    """What a loop yields before it can go on: `model` is to compute `nodes`.
+
+    Many requests yield these at a time, and one forward then serves all of a model (docs/design.md section 10).
+    """
+
+    model: TreeModel
+    nodes: list[Node]
+
+
+@dataclass(frozen=True)
+class Turn:
+    """What a loop yields before it can go on: an iteration of the engine in which it has a seat."""
+
+    engine: Engine
+
+
+Need = Compute | Turn
 
 
 class TreeModel(Protocol):
@@ -33,10 +55,6 @@ class TreeModel(Protocol):
 
     def reads(self, node: Node) -> bool:
         """Whether the model has an embedding for every generated token of `node`."""
-
-    def relative_cost(self, draft: Any) -> float | None:
-        """What one more drafted layer costs, in calls of this target; None where a forward costs about the same
-        whatever is in it."""
 
     def prefill(self, ids: Sequence[int], root: Node) -> None:
         """Start a new tree: compute the prompt; `root` stands for it and becomes known."""
@@ -67,15 +85,17 @@ class Side:
 
     Attributes:
         forward: its forward (`hf.HfForward` and its like).
-        pool: its tree.
+        stores: its buffers.
+        pool: the one tree in them; None: many requests share them.
         vocab: columns of its head that count.
         top_n: entries that are kept of a row of logits, at most those.
     """
 
     forward: Any
-    pool: TreeCache
+    stores: Stores
     vocab: int
     top_n: int
+    pool: TreeCache | None = None
 
 
 @dataclass(frozen=True)
@@ -100,23 +120,32 @@ class Demand:
     why_not_captured: str = ""
 
 
-# Takes a request, a layer's draws and whether the forest holds each (None: no drafted layer beside it);
-# whether the request goes on.
-Commit = Callable[[Request, list[Node], "list[bool] | None"], bool]
+# Takes a layer's draws and whether the forest holds each (None: no drafted layer beside it); whether the
+# request goes on.
+Commit = Callable[[list[Node], "list[bool] | None"], bool]
 
 
 class Engine(Protocol):
-    """Runs whole iterations of R requests on a device, verification included (docs/design.md section 3)."""
+    """A request's seat in what runs whole iterations on a device, verification included (docs/design.md section 3).
 
-    @property
-    def in_flight(self) -> bool:
-        """Whether an iteration is in flight, so that `step` may be called."""
+    Attributes:
+        forest: what the last iteration drafted for this request, as events show it.
+    """
 
-    def begin(self, requests: Sequence[Request]) -> bool:
-        """Launch a first iteration from the requests' active sets; whether one is in flight now."""
+    forest: Forest
 
-    def step(self, requests: Sequence[Request], commit: Commit) -> list[Forest]:
-        """Wait for the iteration in flight, commit its layers, launch what follows; the forests it drafted."""
+    def begin(self, request: Request, commit: Commit) -> bool:
+        """Take the seat, from the request's active set on, unless it is taken already.
+
+        Returns:
+            Whether `step` will serve the request: False where a model, a context or a sampler does not allow it.
+        """
+
+    def leave(self) -> None:
+        """Give the seat up: nobody will ask for what is in flight for it."""
+
+    def step(self) -> None:
+        """One iteration for all who have a seat: `commit` is called for every layer of it."""
 
     def retain(self, leaves: Iterable[Node]) -> None:
-        """Forget every node that is neither one of `leaves` nor an ancestor of one."""
+        """Forget every node of the request that is neither one of `leaves` nor an ancestor of one."""

@@ -117,12 +117,12 @@ class Hypotheses:
         """`l(x) / len(x) ** alpha`; 0 for the empty sequence."""
         return node.score / node.depth**self._alpha if node.depth else 0.0
 
-    def commit(self, slots: Sequence[Node]) -> int:
+    def commit(self, draws: Sequence[Node]) -> int:
         """Take a layer's draws: equal ones merge, finished ones go to the pool.
 
         Returns the number of distinct sequences in the layer, finished ones included.
         """
-        distinct = list(dict.fromkeys(slots))
+        distinct = list(dict.fromkeys(draws))
         self.active = [node for node in distinct if node.finish is None]
         self.pool += [node for node in distinct if node.finish is not None]
         return len(distinct)

@@ -1,4 +1,4 @@
-"""Many requests in one cache: every node sees its own prompt and ancestors and nothing else, and nothing leaks."""
+"""Many requests in one buffer: every node sees its own prompt and ancestors and nothing else, and nothing leaks."""
 
 from __future__ import annotations
 
@@ -7,119 +7,150 @@ import random
 import pytest
 import torch
 
+from dsbd_cli.decoding.cache.buffers import Stores
+from dsbd_cli.decoding.cache.regions import Regions
 from dsbd_cli.decoding.cache.tree_cache import TreeCache
 from dsbd_cli.decoding.tree.sequences import Node
 
 CPU = torch.device("cpu")
+SLOTS, REGION = 600, 96
 
 
-class World:
-    """A cache, and what every computed node must see, by slot."""
+class Member:
+    """A request: its tree, and what every computed node must see, by slot."""
 
-    def __init__(self, seed: int) -> None:
-        self.rng = random.Random(seed)
-        self.cache = TreeCache(8, 4, torch.float32, CPU)
-        self.prompts: dict[Node, list[int]] = {}  # slots of each root's prompt
+    def __init__(self, stores: Stores, begin: int, rng: random.Random) -> None:
+        self.rng, self.root = rng, Node(-1, None)
+        self.tree = TreeCache(stores, begin, REGION)
+        ids = [rng.randrange(9) for _ in range(rng.randint(1, 7))]
+        self.tree.start(ids, self.root)
+        plan = self.tree.prompt_plan(0, len(ids))
+        stores.masks.causal(plan.mask_rows[0], torch.tensor(plan.slots))
+        assert plan.begin == begin
+        assert self.tree.prompt_length == len(ids)
+        self.prompt = list(plan.slots)
         self.slots: dict[Node, int] = {}
-        self.leaves: dict[Node, list[Node]] = {}
+        self.leaves = [self.root]
 
     def sees(self, node: Node) -> set[int]:
-        seen = set()
+        seen = set(self.prompt)
         while node.parent is not None:
             seen.add(self.slots[node])
             node = node.parent
-        return seen | set(self.prompts[node])
-
-    def join(self) -> None:
-        root, ids = Node(-1, None), [self.rng.randrange(9) for _ in range(self.rng.randint(1, 7))]
-        self.cache.add(ids, root)
-        plan = self.cache.prompt_plan(root, 0, len(ids))
-        self.cache.masks.causal(plan.mask_rows[0], torch.tensor(plan.slots))
-        self.prompts[root], self.leaves[root] = list(plan.slots), [root]
-        assert self.cache.prompt_length(root) == len(ids)
-
-    def leave(self) -> None:
-        root = self.rng.choice(list(self.prompts))
-        self.cache.drop(root)
-        del self.prompts[root], self.leaves[root]
-        self.forget()
+        return seen
 
     def forward(self) -> None:
-        """One forward over new nodes of all requests."""
         wanted = []
-        for leaves in self.leaves.values():
-            for leaf in self.rng.sample(leaves, min(2, len(leaves))):
-                child = Node(self.rng.randrange(9), leaf)
-                wanted += [child, Node(self.rng.randrange(9), child)][: self.rng.randint(1, 2)]
-        batch = self.cache.missing(wanted)
-        plan = self.cache.plan(batch)
+        for leaf in self.rng.sample(self.leaves, min(2, len(self.leaves))):
+            child = Node(self.rng.randrange(9), leaf)
+            wanted += [child, Node(self.rng.randrange(9), child)][: self.rng.randint(1, 2)]
+        batch = self.tree.missing(wanted)
+        plan = self.tree.plan(batch)
         tensors = (torch.tensor(part) for part in (plan.base, plan.mask_rows, plan.slots))
-        mask = self.cache.masks.extend(*tensors, torch.from_numpy(plan.inside))
+        mask = self.tree.masks.extend(*tensors, torch.from_numpy(plan.inside))
         for i, node in enumerate(batch):
             self.slots[node] = plan.slots[i]
             assert set(torch.nonzero(mask[i] == 0)[:, 0].tolist()) == self.sees(node)
-            root = node
-            while root.parent is not None:
-                root = root.parent
-            assert plan.positions[i] == len(self.prompts[root]) - 1 + node.depth
-            self.leaves[root].append(node)
+            assert plan.positions[i] == len(self.prompt) - 1 + node.depth
+            self.leaves.append(node)
 
     def retain(self) -> None:
-        for root, leaves in self.leaves.items():
-            self.leaves[root] = self.rng.sample(leaves, self.rng.randint(1, min(3, len(leaves))))
-        self.cache.retain([leaf for leaves in self.leaves.values() for leaf in leaves])
-        self.forget()
-
-    def forget(self) -> None:
+        self.leaves = self.rng.sample(self.leaves, self.rng.randint(1, min(3, len(self.leaves))))
+        self.tree.retain(self.leaves)
         kept: set[Node] = set()
-        for leaves in self.leaves.values():
-            for leaf in leaves:
-                node = leaf
-                while node.parent is not None:
-                    kept.add(node)
-                    node = node.parent
+        for leaf in self.leaves:
+            node = leaf
+            while node.parent is not None:
+                kept.add(node)
+                node = node.parent
         self.slots = {node: slot for node, slot in self.slots.items() if node in kept}
-        self.check()
+        used = [*self.slots.values(), *self.prompt]
+        assert len(set(used)) == len(used) == self.tree.slots.live
+        assert max(used) < REGION
 
-    def check(self) -> None:
-        used = [*self.slots.values(), *(slot for slots in self.prompts.values() for slot in slots)]
-        assert len(set(used)) == len(used)
-        assert self.cache.slots.live == len(used)
-        rows = self.cache.masks.table.shape[0] - 1 - len(self.cache.masks._free)
-        held = {leaf for leaves in self.leaves.values() for leaf in leaves} | set(self.prompts)
-        assert rows == len(held)
+    def rows(self) -> int:
+        return len({*self.leaves, self.root})
+
+
+class World:
+    """Requests that come and go in one buffer."""
+
+    def __init__(self, seed: int) -> None:
+        self.rng = random.Random(seed)
+        self.stores, self.regions = Stores(SLOTS, 4, REGION, torch.float32, CPU), Regions(SLOTS)
+        self.members: list[Member] = []
+
+    def join(self) -> None:
+        begin = self.regions.take(REGION)
+        assert (begin is None) == (len(self.members) == SLOTS // REGION)
+        if begin is not None:
+            self.members.append(Member(self.stores, begin, self.rng))
+
+    def leave(self) -> None:
+        member = self.members.pop(self.rng.randrange(len(self.members)))
+        if self.rng.random() < 0.5:
+            member.tree.reserve(5)  # what is in flight for it
+        member.tree.close()
+        self.regions.give(member.tree.begin)
+
+    def retain(self) -> None:
+        for member in self.members:
+            member.retain()
+        rows = self.stores.masks.table.shape[0] - 1 - len(self.stores.masks._free)
+        assert rows == sum(member.rows() for member in self.members)
 
 
 @pytest.mark.parametrize("seed", range(8))
 def test_requests_join_and_leave_and_nothing_leaks(seed):
     world = World(seed)
-    for _ in range(300):
+    for _ in range(1250):  # 10,000 steps over all seeds
         step = world.rng.random()
-        if not world.prompts or (step < 0.15 and len(world.prompts) < 6):
+        if not world.members or step < 0.15:
             world.join()
         elif step < 0.25:
             world.leave()
         elif step < 0.7:
-            world.forward()
+            world.rng.choice(world.members).forward()
+            if world.rng.random() < 0.7:
+                world.retain()
         else:
             world.retain()
-    while world.prompts:
+    while world.members:
         world.leave()
-    assert world.cache.slots.live == 0
-    assert len(world.cache.masks._free) == world.cache.masks.table.shape[0] - 1
+    assert world.regions.free == SLOTS
+    assert len(world.stores.masks._free) == world.stores.masks.table.shape[0] - 1
 
 
 def test_a_node_that_is_only_reserved_has_the_position_of_its_own_prompt():
-    cache, roots = TreeCache(8, 4, torch.float32, CPU), [Node(-1, None), Node(-1, None)]
-    for root, length in zip(roots, (3, 9), strict=True):
-        cache.add([1] * length, root)
-        cache.prompt_plan(root, 0, length)
-    child = Node(2, Node(1, roots[1]))
+    cache, root = TreeCache.alone(8, 4, torch.float32, CPU), Node(-1, None)
+    cache.start([1] * 9, root)
+    cache.prompt_plan(0, 9)
+    child = Node(2, Node(1, root))
     assert cache.position(child) == 8 + 2
     place = cache.reserve(2)
     cache.commit(place, {child.parent: 0, child: 1})
     assert child in cache
-    assert cache.retain([child]) == {*roots, child}
-    assert cache.slots.live == 3 + 9 + 2
-    cache.drop(roots[1])
-    assert cache.slots.live == 3
+    assert cache.retain([child]) == {root, child}
+    assert cache.slots.live == 9 + 2
+    cache.close()
+    assert cache.slots.live == 0
+
+
+def test_a_request_that_outgrows_its_region_is_an_error_and_no_neighbour_is_touched():
+    stores = Stores(64, 4, 16, torch.float32, CPU)
+    tree = TreeCache(stores, 16, 8)
+    tree.start([1, 2, 3], Node(-1, None))
+    with pytest.raises(RuntimeError, match="planned"):
+        tree.reserve(9)
+    assert stores.cache.capacity == 64
+
+
+def test_regions_are_taken_lowest_first_and_join_again():
+    regions = Regions(10)
+    assert [regions.take(4), regions.take(4), regions.take(4)] == [0, 4, None]
+    regions.give(0)
+    assert regions.take(5) is None
+    assert regions.take(3) == 0
+    regions.grow(20)
+    assert regions.take(5) == 8
+    assert (regions.free, regions.used, len(regions)) == (8, 13, 3)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from dsbd_cli.decoding.device.engines import Choice, Engines
+from dsbd_cli.decoding.device.law import DeviceLaw
 from dsbd_cli.decoding.law.distribution import SeededSampler
 from dsbd_cli.decoding.methods.dsbd import Run
 from dsbd_cli.decoding.methods.setup import decode, demand_of, draft_processor, start, top_n_needed
@@ -139,3 +140,8 @@ def said(run: Run) -> list[list[int]]:
 def reserved(model) -> int:
     """Slots of a model's cache that are reserved for nodes not known yet."""
     return sum(len(each.slots) for each in model.pool._reservations)
+
+
+def interpreted(law: DeviceLaw, device: torch.device) -> bool:
+    """Whether these are Triton's kernels without a GPU, which take a hundred times as long as tensors do."""
+    return type(law).__name__ == "TritonLaw" and device.type == "cpu"

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import sys
-
 import numpy as np
 import pytest
 
@@ -14,10 +11,10 @@ from dsbd_cli.decoding.forward.capture import Captures
 from dsbd_cli.decoding.forward.outcomes import CannotCapture, OutOfMemory
 from dsbd_cli.decoding.law.distribution import LogitsProcessor, SeededSampler
 from dsbd_cli.decoding.methods.setup import decode
-from dsbd_cli.decoding.tree.events import Iteration
 from dsbd_cli.decoding.tree.sequences import Node
 from dsbd_cli.settings import Settings
 from tests.builders import rand
+from tests.decoding.crossing import Crossing
 from tests.decoding.device.helpers import (
     PIPELINED,
     PROMPT,
@@ -147,7 +144,7 @@ def test_pipelined_iterations_go_on_through_growing_buffers(pair, monkeypatch):
     for graphs in (True, None):
         models = trees(pair, graphs)
         for model in models:
-            model.pool = type(model.pool)(16, 4, model.dtype, model.device)
+            model.pool = type(model.pool).alone(16, 4, model.dtype, model.device)
         texts.append(said(finished(models, settings, 2, budget=80, eos=[])))
     assert texts[0] == texts[1]
     # A memory whose captures are all gone cannot be captured into again.
@@ -185,39 +182,15 @@ def test_a_draft_at_the_end_of_its_context_is_noticed(pair):
 
 def test_a_steady_iteration_crosses_few_modules(pair, monkeypatch):
     """What the host does in a default iteration can be read in so many files (replays are the device's part)."""
-    crossed: set[str] = set()
-    room = os.sep + "decoding" + os.sep
-
-    def profile(frame, event, _):
-        name = frame.f_code.co_filename
-        if event == "call" and "dsbd_cli" + room in name:
-            crossed.add(name.split(room, 1)[1])
-
-    captured = Captures._captured
+    crossing, captured = Crossing(), Captures._captured
 
     def unseen(self, steps):
         outputs, replay = captured(self, steps)
-
-        def quietly():
-            sys.setprofile(None)
-            replay()
-            sys.setprofile(profile if counting else None)
-
-        return outputs, quietly
+        return outputs, crossing.unseen(replay)
 
     monkeypatch.setattr(Captures, "_captured", unseen)
-    counting, counts = False, []
     run = begun(trees(pair, True), settings_of("cover"), 3, budget=60, eos=[])
-    try:
-        for event in decode(run, settings_of("cover")):
-            sys.setprofile(None)
-            counting = True
-            if isinstance(event, Iteration):
-                counts.append(sorted(crossed))
-                crossed.clear()
-            sys.setprofile(profile)
-    finally:
-        sys.setprofile(None)
+    counts = crossing.modules(decode(run, settings_of("cover")))
     steady = counts[2:-1]
     assert len(steady) > 6
     usual = min(steady, key=len)
@@ -226,12 +199,12 @@ def test_a_steady_iteration_crosses_few_modules(pair, monkeypatch):
     assert sum(len(one) > 8 for one in steady) <= len(steady) // 4, steady
 
 
-def test_steps_need_an_iteration_in_flight(pair):
+def test_nobody_in_a_seat_is_served_nothing(pair):
     run = begun(trees(pair, True), settings_of("cover"), 0)
     assert run.engine is not None
-    assert not run.engine.begin([run])  # the prompt's logits are known: nothing to compute
-    with pytest.raises(RuntimeError, match="step without begin"):
-        run.engine.step([run], lambda *_: True)
+    assert not run.engine.begin(run, run.take)  # the prompt's logits are known: nothing to compute
+    run.engine.step()
+    assert run.layers_taken() == []
 
 
 def test_uniforms_are_those_of_the_sampler_whatever_is_looked_at():

@@ -14,7 +14,7 @@ from dsbd_cli.decoding.model.hf_model import HfTreeModel
 from dsbd_cli.decoding.tree.sequences import Node
 from dsbd_cli.errors import UserError
 from dsbd_cli.loading import processor
-from tests.decoding.test_tiles import KINDS, far, make, plain, run, tree
+from tests.decoding.forward.test_amx import KINDS, far, make, plain, run, tree
 
 HERE = processor.LEVELS.index(processor.level())
 LEVELS = processor.LEVELS[: min(HERE, 2) + 1]

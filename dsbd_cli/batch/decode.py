@@ -1,0 +1,109 @@
+"""The prompts of a batch, decoded together or one by one, and the record of each."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING, Any
+
+from dsbd_cli.batch.items import AUTO, Item, item_seed
+from dsbd_cli.errors import UserError
+from dsbd_cli.many import Answer, Asked, Batch, Load, in_order
+from dsbd_cli.result import Result
+from dsbd_cli.settings import Settings
+
+if TYPE_CHECKING:
+    from dsbd_cli.decoder import Decoder
+
+Tell = Callable[[str], None]
+
+
+def decode_items(
+    decoder: Decoder, settings: Settings, seed: int, items: Iterable[Item | None], running: Running
+) -> Iterator[tuple[Item, dict[str, Any], Result | None]]:
+    """The record of each prompt, in order: the result's fields, or `error` where the prompt cannot be served.
+
+    Nothing in it depends on the other prompts: keys and values are computed anew, and what the shared buffers
+    hold (`kv_bytes_allocated`) is left out.
+
+    Args:
+        items: taken as places become free; None for "none just now".
+        running: how many at a time.
+
+    Raises:
+        RunError: the run itself broke, which ends the batch.
+    """
+    taken: list[Item] = []
+
+    def asked() -> Iterator[Asked | None]:
+        for item in items:
+            if item is None:
+                yield None
+                continue
+            taken.append(item)
+            yield item.prompt, dataclasses.replace(settings, seed=item_seed(seed, item.index))
+
+    answers = running.batch.answers(asked()) if running.batch is not None else one_by_one(decoder, asked())
+    for answer in in_order(answers):
+        item = taken[answer.index]
+        head: dict[str, Any] = {"index": item.index} | ({"id": item.id} if item.id is not None else {})
+        if answer.result is None:
+            yield item, head | {"error": str(answer.error)}, None
+            continue
+        answer.result.stats.kv_bytes_allocated = None
+        record = head | answer.result.to_dict() | ({"notes": answer.notes} if answer.notes else {})
+        yield item, record, answer.result
+
+
+class Running:
+    """How many prompts of a run are decoded at a time; a context manager.
+
+    Args:
+        batch: a number, or `auto`.
+        tell: receives notices.
+
+    Attributes:
+        batch: what decodes them together; None: one by one.
+    """
+
+    def __init__(self, decoder: Decoder, batch: str, tell: Tell) -> None:
+        self.batch = (
+            None if batch == "1" else Batch(decoder, None if batch == AUTO else int(batch), tell=tell)
+        )
+
+    def __enter__(self) -> Running:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.batch is not None:
+            self.batch.close()
+
+    def load(self) -> Load | None:
+        """How things stand; None one by one."""
+        return None if self.batch is None else self.batch.load()
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing is under way."""
+        load = self.load()
+        return load is None or load.running + load.waiting == 0
+
+
+def one_by_one(decoder: Decoder, asked: Iterable[Asked | None]) -> Iterator[Answer]:
+    """Answers of prompts that share nothing."""
+    from dsbd_cli.decoding import Finished, Notice
+
+    index = 0
+    for one in asked:
+        if one is None:
+            continue
+        notes: list[str] = []
+        try:
+            for event in decoder.stream(*one):
+                if isinstance(event, Notice):
+                    notes.append(event.text)
+                elif isinstance(event, Finished):
+                    yield Answer(index, event.result, None, notes)
+        except UserError as error:
+            yield Answer(index, None, error)
+        index += 1

@@ -1,0 +1,191 @@
+"""`dsbd tune`: the quickest settings of this machine, this pair and a user's own prompts, as a preset."""
+
+from __future__ import annotations
+
+import json as encoder
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from dsbd_cli.cli.options import Chosen, decoding_options
+from dsbd_cli.cli.output import Out, note
+from dsbd_cli.cli.stdin import stdin_lines
+from dsbd_cli.errors import UserError
+from dsbd_cli.paths import refuse_special, refuse_unwritable, write_whole
+from dsbd_cli.ui.look import is_terminal, panel_stream
+
+if TYPE_CHECKING:
+    from dsbd_cli.prompts import Prompt
+    from dsbd_cli.tune.search import Outcome
+
+# Prompts and tokens of an answer that are enough to tell settings apart; more only takes longer.
+_PROMPTS, _TOKENS = 4, 64
+_QUICK_PROMPTS, _QUICK_TOKENS = 2, 32
+_EVERY = 16  # answers between two lines in a pipe
+
+
+@decoding_options
+def tune(
+    chosen: Chosen,
+    prompts: Annotated[
+        str | None,
+        typer.Argument(
+            help="Your prompts: a .txt (one a line) or .jsonl file, or `-` for lines of stdin; a built-in sample if "
+            "absent. The first four are used."
+        ),
+    ] = None,
+    out: Annotated[Path, typer.Option("--out", help="The preset to write, for --preset.")] = Path(
+        "tuned.yaml"
+    ),
+    force: Annotated[bool, typer.Option("--force", help="Write over a preset that is there.")] = False,
+    loss: Annotated[
+        float,
+        typer.Option(
+            "--loss",
+            help="Log-probability a token that may be given up for speed, by narrower layers; 0 keeps the law "
+            "of the settings given.",
+        ),
+    ] = 0.0,
+    quick: Annotated[bool, typer.Option("--quick", help="Fewer trials, prompts and tokens.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="One JSON object instead of lines.")] = False,
+) -> None:
+    """Find the quickest settings for this machine, this pair and your prompts, and write a preset.
+
+    What forwards cost and what the target accepts of the draft is measured, every setting predicted, and the
+    most promising ones compared on real answers, in turns. Ratios are medians of answers to the same prompt.
+    """
+    chosen.check()
+    if loss < 0:
+        raise UserError(f"--loss must not be negative, not {loss:g}")
+    spec, settings = chosen.resolve()
+    if settings.method not in ("dsbd", "speculative"):
+        raise UserError(
+            f"tune chooses forests, and {settings.method} drafts none of its own: give --method dsbd"
+        )
+    if out.suffix not in (".yaml", ".yml"):
+        raise UserError(f"--out {out}: a preset's name ends in .yaml")
+    refuse_special(out, f"--out {out}", "name a file")
+    refuse_unwritable(out, "--out")
+    if out.exists() and not force:
+        raise UserError(f"--out {out} is there already: give --force to write over it, or another name")
+    texts = _prompts(prompts)[: _QUICK_PROMPTS if quick else _PROMPTS]
+    decoder = chosen.load()
+    for line in decoder.pair.notes:
+        note(line)
+
+    from dsbd_cli.presets import Preset, to_yaml
+    from dsbd_cli.tune.pair import PairBench
+    from dsbd_cli.tune.search import tune as search
+
+    bench = PairBench(decoder, texts, _QUICK_TOKENS if quick else _TOKENS)
+    with _progress() as (tell, step):
+        found = search(bench, settings, quick=quick, loss=loss, tell=tell, step=step)
+    best = found.best
+    why = {"preset": f"dsbd tune: {_ratio(found):.2f} times the speed of the settings it began with, "
+                     f"on {len(texts)} prompts; prices: {decoder.prices.measured().prices.origin}"}  # type: ignore[union-attr]  # fmt: skip
+    write_whole(out, to_yaml(Preset(out.stem, spec, best.settings, why)))
+    if json:
+        Out().write_json(encoder.dumps(_report(found, out), ensure_ascii=False) + "\n")
+    else:
+        Out().write(_table(found) + f"{out}: {best.name()}\n")
+
+
+def _ratio(found: Outcome) -> float:
+    from dsbd_cli.tune.search import speed
+
+    return speed(found.best, found.base)
+
+
+def _prompts(source: str | None) -> list[Prompt]:
+    """The user's prompts, or the built-in sample.
+
+    Raises:
+        UserError: a file without prompts, or one that cannot be read.
+    """
+    if source is None and not is_terminal(sys.stdin):
+        # A pipe that holds nothing (a job without stdin) is no prompts given.
+        lines = [line for line in stdin_lines() if line.strip()]
+        if lines:
+            return list(lines)
+    if source == "-":
+        lines = [line for line in stdin_lines() if line.strip()]
+        if not lines:
+            raise UserError("stdin holds no prompt: a line each")
+        return list(lines)
+    if source is not None:
+        from dsbd_cli.batch.items import read_items
+
+        items, _ = read_items(Path(source))
+        kept: list[Prompt] = [item.prompt for item in items if item.prompt]
+        if not kept:
+            raise UserError(f"{source} holds no prompt")
+        return kept
+    from dsbd_cli.bench.datasets.sample import source as samples
+
+    questions = (samples() / "mt_bench" / "question.jsonl").read_text(encoding="utf-8").splitlines()
+    return [encoder.loads(line)["turns"][0] for line in questions]
+
+
+def _report(found: Outcome, out: Path) -> dict[str, Any]:
+    from dsbd_cli.tune.search import speed
+
+    return {
+        "preset": str(out),
+        "best": found.best.settings.to_dict(),
+        "trials": [
+            {
+                "name": one.name(),
+                "predicted_tokens_per_s": one.predicted,
+                "tokens_per_s": one.measured,
+                "ratio": speed(one, found.base),
+                "logprob_per_token": one.logprob,
+            }
+            for one in found.trials
+        ],
+    }
+
+
+def _table(found: Outcome) -> str:
+    """What was measured, the quickest first."""
+    from dsbd_cli.tune.search import speed
+
+    rows = ["  ratio   tok/s  predicted  logp/tok  settings"]
+    for one in found.trials:
+        mark = "*" if one is found.best else " "
+        rows.append(
+            f"{mark} {speed(one, found.base):5.2f} {one.measured:7.1f} {one.predicted:10.1f} {one.logprob:9.3f}  "
+            f"{one.name()}{' (as given)' if one is found.base else ''}"
+        )
+    return "\n".join(rows) + "\n"
+
+
+@contextmanager
+def _progress() -> Iterator[tuple[Any, Any]]:
+    """(tell, step): a bar at a terminal, a line now and then elsewhere; both on stderr."""
+    if panel_stream() is not sys.stderr:
+
+        def step(done: int, total: int) -> None:
+            if done % _EVERY == 0 or done == total:
+                note(f"{done} of {total} answers")
+
+        yield note, step
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+    console = Console(stderr=True)
+    columns = TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed}/{task.total}")
+    with Progress(*columns, TimeRemainingColumn(), console=console, transient=True) as bar:
+        task = bar.add_task("starting", total=None)
+
+        def tell(line: str) -> None:
+            bar.update(task, description=line)
+
+        def advance(done: int, total: int) -> None:
+            bar.update(task, completed=done, total=total)
+
+        yield tell, advance

@@ -1,0 +1,321 @@
+"""One model that serves many requests: a region of its buffers each, and one forward for the nodes of all.
+
+A request's tree, its logits and its counts are its own (`RequestModel` is a `TreeModel` like any other);
+what it shares are weights, buffers and forwards. docs/design.md section 10.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dsbd_cli.decoding.cache.buffers import LogitStore, Span, Stores
+from dsbd_cli.decoding.cache.regions import Regions
+from dsbd_cli.decoding.cache.tree_cache import Plan, TreeCache
+from dsbd_cli.decoding.forward.attention import without_planning
+from dsbd_cli.decoding.forward.kernels import keep_logits, top_logits
+from dsbd_cli.decoding.law.distribution import LogitsProcessor, Support
+from dsbd_cli.decoding.model.hf_model import HfTreeModel
+from dsbd_cli.decoding.model.protocol import Compute, Side
+from dsbd_cli.decoding.tree.sequences import Node
+
+# Prompt tokens a forward: what decodes meanwhile waits no longer than that.
+_CHUNK = 2048
+
+
+class RequestModel:
+    """A shared model as one request sees it (`model.protocol.TreeModel`).
+
+    Attributes:
+        calls: forwards that served this request, prefill left out.
+        pool, rows: its tree, and the logits of its nodes.
+    """
+
+    def __init__(
+        self, shared: SharedModel, pool: TreeCache, ids: Sequence[int], root: Node, top_n: int
+    ) -> None:
+        self.shared, self.pool = shared, pool
+        self.model = shared.model
+        self.root, self.ids = root, list(ids)
+        self.calls = 0
+        self.rows = LogitStore(self.model.rows.name, self.model.dtype, self.model.vocab_size)
+        self.rows.start(top_n)
+        pool.start(ids, root)
+
+    @property
+    def max_depth(self) -> int | None:
+        limit = self.model.limit_for(self.pool.prompt_length)
+        return None if limit is None else limit - self.pool.prompt_length
+
+    @property
+    def slots_peak(self) -> int:
+        """Most slots in use at a time."""
+        return self.pool.slots.peak
+
+    def reads(self, node: Node) -> bool:
+        return self.model.reads(node)
+
+    def prefill(self, ids: Sequence[int], root: Node) -> None:
+        """Compute the prompt that it was admitted with."""
+        for _ in self.shared.prefill([self]):
+            pass
+
+    def forward(self, nodes: Iterable[Node]) -> None:
+        self.shared.compute([Compute(self, list(nodes))])
+
+    def begin(self, nodes: Iterable[Node]) -> None:
+        """Nothing: whoever serves the requests decides when a forward runs."""
+
+    def has_logits(self, node: Node) -> bool:
+        return node in self.rows
+
+    def joint(self, parents: Sequence[Node], scores: Sequence[float], processor: LogitsProcessor) -> Support:
+        return self.rows.joint(parents, scores, processor)
+
+    def best(self, node: Node, count: int) -> tuple[np.ndarray, np.ndarray]:
+        return self.rows.best(node, count)
+
+    def retain(self, leaves: Iterable[Node]) -> None:
+        self.rows.keep(self.pool.retain(leaves))
+
+    @property
+    def bytes_peak(self) -> int:
+        return self.slots_peak * self.bytes_per_slot
+
+    @property
+    def bytes_per_slot(self) -> int:
+        return self.pool.cache.bytes_per_slot
+
+    @property
+    def bytes_allocated(self) -> int:
+        """Of its region."""
+        return self.pool.slots.capacity * self.bytes_per_slot
+
+    @property
+    def notes(self) -> list[str]:
+        """What a user should know about how the model was run."""
+        return self.model.notes
+
+    def leave(self) -> None:
+        """The request is over: its region is free."""
+        self.pool.close()
+        self.shared.regions.give(self.pool.begin)
+
+
+class _Part(NamedTuple):
+    """A request's share of a forward: which of the planned nodes' logits are kept."""
+
+    request: RequestModel
+    plan: Plan
+    nodes: list[Node]
+    keep: list[int]
+
+
+class SharedModel:
+    """Weights and buffers of one model, for many requests at a time.
+
+    Args:
+        model: whose weights and forward; its own tree is left alone.
+        rows, columns: mask rows and slots of a request to start with.
+
+    Attributes:
+        slots: how many the buffers may come to hold.
+        stores, regions: the buffers, and who has which part of them.
+    """
+
+    def __init__(self, model: HfTreeModel, rows: int, columns: int) -> None:
+        self.model, self.slots = model, 1 << 62
+        self._forward = model.tree_forward
+        self.stores = Stores(0, rows, columns, self._forward.dtype, model.device)
+        self.regions = Regions(0)
+        # Buffers show their shape in the first forward.
+        probe = self.admit([0], Node(-1, None), 3, 1)
+        assert probe is not None
+        probe.prefill([], probe.root)
+        probe.leave()
+
+    @property
+    def bytes_per_slot(self) -> int:
+        """Keys and values of one token."""
+        return self.stores.cache.bytes_per_slot
+
+    @torch.inference_mode()
+    def room(self, sizes: Sequence[int]) -> bool:
+        """Make room for requests of these sizes, in slots, if memory allows; otherwise they wait.
+
+        Larger buffers are new ones: what is known to come is asked for at once.
+        """
+        wanted = self.regions.used + sum(sizes)
+        if wanted > self.slots:
+            return False
+        if wanted > self.regions.capacity:
+            self.regions.grow(wanted)
+            self.stores.cache.grow(wanted)
+        self.stores.masks.grow(max(sizes, default=0))
+        return True
+
+    @torch.inference_mode()
+    def admit(self, ids: Sequence[int], root: Node, size: int, top_n: int) -> RequestModel | None:
+        """Let a request in; None where there is no room for it now.
+
+        Args:
+            ids: its prompt. root: stands for it.
+            size: slots that it may come to need.
+            top_n: how many best entries of a node's logits will be asked for; 0 keeps full logits.
+        """
+        begin = self.regions.take(size)
+        if begin is None:
+            if not self.room([size]):
+                return None
+            begin = self.regions.take(size)
+            assert begin is not None
+        return RequestModel(self, TreeCache(self.stores, begin, size), ids, root, top_n)
+
+    def side(self, top_n: int) -> Side:
+        """What captured iterations need of this model."""
+        vocab = self.model.vocab_size
+        return Side(self._forward, self.stores, vocab, min(top_n, vocab))
+
+    @torch.inference_mode()
+    def prefill(self, requests: Sequence[RequestModel]) -> Iterator[None]:
+        """Compute the prompts of new requests, short ones together; yields after every forward."""
+        packed: list[RequestModel] = []
+        for request in requests:
+            count = len(request.ids)
+            if count > _CHUNK or not self._forward.takes_spans or not self._forward.needs_no_mask(0):
+                yield from self._by_chunks(request)
+                continue
+            if sum(len(one.ids) for one in packed) + count > _CHUNK:
+                self._whole(packed)
+                yield
+                packed = []
+            packed.append(request)
+        if packed:
+            self._whole(packed)
+            yield
+
+    def _whole(self, requests: list[RequestModel]) -> None:
+        """Whole prompts in one forward."""
+        plans = [request.pool.prompt_plan(0, len(request.ids)) for request in requests]
+        spans, slots = self._spans(plans), self._slots(plans)
+        for plan in plans:
+            self.stores.masks.see(plan.mask_rows[0], torch.tensor(plan.slots, device=self.model.device))
+        head = torch.tensor([span.last - 1 for span in spans], device=self.model.device)
+        logits = self._run(plans, spans, slots, None, head)
+        for i, request in enumerate(requests):
+            keep_logits(request.rows, [request.root], logits[i : i + 1])
+
+    def _by_chunks(self, request: RequestModel) -> Iterator[None]:
+        count = len(request.ids)
+        for begin in range(0, count, _CHUNK):
+            with torch.inference_mode():
+                plan = request.pool.prompt_plan(begin, min(begin + _CHUNK, count))
+                own = torch.tensor(plan.slots, device=self.model.device)
+                mask = None
+                if self._forward.takes_spans and self._forward.needs_no_mask(begin):
+                    self.stores.masks.see(plan.mask_rows[0], own)
+                else:
+                    mask = self.stores.masks.causal(plan.mask_rows[0], own)
+                logits = self._run([plan], self._spans([plan]), self._slots([plan]), mask, 1)
+                if begin + len(plan) == count:
+                    keep_logits(request.rows, [request.root], logits)
+            yield
+
+    @torch.inference_mode()
+    def compute(self, needs: Sequence[Compute]) -> None:
+        """One forward over the nodes that these requests lack; each need's model is one of this model's."""
+        parts = []
+        for need in needs:
+            request = need.model
+            assert isinstance(request, RequestModel)
+            wanted = dict.fromkeys(node for node in need.nodes if node not in request.rows)
+            if wanted:
+                batch = request.pool.missing(wanted)
+                keep = [i for i, node in enumerate(batch) if node in wanted]
+                parts.append(_Part(request, request.pool.plan(batch), [batch[i] for i in keep], keep))
+        if not parts:
+            return
+        masks = [self._mask(part.plan) for part in parts]
+        logits = self._logits([part.plan for part in parts], masks, [part.keep for part in parts])
+        sizes = [part.request.rows.size for part in parts]
+        best = top_logits(logits, self.model.vocab_size, max(sizes)) if all(sizes) else None
+        at = 0
+        for part in parts:
+            part.request.calls += 1
+            end = at + len(part.nodes)
+            if best is not None:
+                part.request.rows.put_best(part.nodes, best, range(at, end))
+            else:
+                keep_logits(part.request.rows, part.nodes, logits[at:end])
+            at = end
+
+    def _mask(self, plan: Plan) -> Tensor:
+        device = self.model.device
+        base, rows, slots = torch.tensor([plan.base, plan.mask_rows, plan.slots], device=device)
+        return self.stores.masks.extend(base, rows, slots, torch.from_numpy(plan.inside).to(device))
+
+    def _logits(self, plans: list[Plan], masks: list[Tensor], keep: list[list[int]]) -> Tensor:
+        """Logits of the nodes to keep, in order."""
+        if self._forward.reads_length:
+            most = max(map(len, plans))
+            padded = [_padded(plan, most) for plan in plans]
+            # Padded nodes see the spare slot of the request, where they write.
+            hidden = self.stores.masks.hidden
+            masks = [
+                torch.nn.functional.pad(mask, (0, 0, 0, most - len(mask)), value=hidden) for mask in masks
+            ]
+            for plan, mask in zip(plans, masks, strict=True):
+                mask[len(plan) :, 0] = 0
+            plans = padded
+        spans, slots = self._spans(plans), self._slots(plans)
+        head = [span.first + i for span, own in zip(spans, keep, strict=True) for i in own]
+        return self._run(plans, spans, slots, torch.cat(masks), torch.tensor(head, device=self.model.device))
+
+    def _spans(self, plans: Sequence[Plan]) -> tuple[Span, ...]:
+        spans, first = [], 0
+        for plan in plans:
+            spans.append(Span(first, first + len(plan), plan.begin, plan.used))
+            first += len(plan)
+        return tuple(spans)
+
+    def _slots(self, plans: Sequence[Plan]) -> Tensor:
+        slots = [plan.begin + slot for plan in plans for slot in plan.slots]
+        return torch.tensor(slots, device=self.model.device)
+
+    def _run(
+        self, plans: Sequence[Plan], spans: tuple[Span, ...], slots: Tensor, mask: Tensor | None,
+        head: Tensor | int,
+    ) -> Tensor:  # fmt: skip
+        cache, device = self.stores.cache, self.model.device
+        cache.slots, cache.spans = slots, spans
+        cache.used = max(span.begin + span.used for span in spans)
+        if self._forward.reads_length:
+            cache.begins, cache.length = torch.tensor(
+                [[span.begin for span in spans], [span.used for span in spans]], device=device
+            )
+        ids = torch.tensor([token for plan in plans for token in plan.ids], device=device)
+        positions = torch.tensor([place for plan in plans for place in plan.positions], device=device)
+        if mask is not None and not self._forward.takes_spans:
+            mask = self._flat(mask, spans, cache.used)
+        with without_planning() if device.type == "cuda" else torch.no_grad():
+            return self._forward(cache, ids, positions, mask, head)
+
+    def _flat(self, mask: Tensor, spans: Sequence[Span], used: int) -> Tensor:
+        """[N, used]: each request's columns where its region is, for attention that knows no regions."""
+        flat = mask.new_full((len(mask), used), self.stores.masks.hidden)
+        for first, last, begin, own in spans:
+            flat[first:last, begin : begin + own] = mask[first:last, :own]
+        return flat
+
+
+def _padded(plan: Plan, count: int) -> Plan:
+    """`plan` with nodes that nobody asks for, in the spare slot."""
+    more = [0] * (count - len(plan))
+    return Plan(
+        plan.ids + more, plan.positions + more, plan.slots + more, plan.mask_rows, plan.base, plan.inside,
+        plan.used, plan.begin,
+    )  # fmt: skip

@@ -1,0 +1,22 @@
+"""What forwards cost on this machine, and which forest is worth its price (docs/speed.md, prices)."""
+
+from dsbd_cli.prices.forest import (
+    Acceptance,
+    Shape,
+    best_forest,
+    distinct_beams,
+    expected_layers,
+    layers_per_ms,
+)
+from dsbd_cli.prices.table import Curve, Prices
+
+__all__ = [
+    "Acceptance",
+    "Curve",
+    "Prices",
+    "Shape",
+    "best_forest",
+    "distinct_beams",
+    "expected_layers",
+    "layers_per_ms",
+]

@@ -1,0 +1,91 @@
+"""The prices of a loaded pair: those that settings name, found once for each way of asking."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from dsbd_cli.decoding import HfTreeModel
+from dsbd_cli.errors import UserError
+from dsbd_cli.prices import store
+from dsbd_cli.prices.measure import facts_of, measure
+from dsbd_cli.settings import Settings
+
+VARIABLE = "DSBD_PRICES"  # what `auto` means: `off`, or a file
+AUTO, OFF = "auto", "off"
+ONCE = "measuring what a forward costs on this machine (once; dsbd doctor shows it)"
+
+
+class PairPrices:
+    """Prices of one loaded pair.
+
+    Args:
+        target, draft: prefilled again after a `look_up` that measures.
+    """
+
+    def __init__(self, target: HfTreeModel, draft: HfTreeModel | None) -> None:
+        self._target, self._draft = target, draft
+        self._found: dict[str, store.Kept] = {}
+        self._facts: dict[str, Any] | None = None
+
+    def wanted(self, settings: Settings) -> bool:
+        """Whether these settings' forests follow prices: adaptive ones that the host drafts."""
+        drafts = (
+            settings.method in ("dsbd", "speculative") and settings.gamma > 0 and settings.forest != "full"
+        )
+        return drafts and self._draft is not None and not self._target.captured
+
+    def announcement(self, settings: Settings) -> str | None:
+        """What to say before a `look_up` that takes a second or two; None where it takes none."""
+        name = _name(settings)
+        if not self.wanted(settings) or name != AUTO or name in self._found or self._in_parts():
+            return None
+        return None if store.path_of(self.facts()).exists() else ONCE
+
+    def look_up(self, settings: Settings) -> store.Kept:
+        """The prices for these settings, and notes; None where all forests are to be full.
+
+        Raises:
+            UserError: a file that holds no prices.
+        """
+        if not self.wanted(settings):
+            return store.Kept(None)
+        name = _name(settings)
+        if name not in self._found:
+            self._found[name] = self._look_up(name)
+            return self._found[name]
+        return store.Kept(self._found[name].prices)
+
+    def measured(self, *, again: bool = False) -> store.Kept:
+        """Measured prices, those of the cache folder where there are some; None where they cannot be kept."""
+        found = store.kept_or_measured(self.facts(), lambda: measure(self._target, self._draft), again=again)
+        self._found[AUTO] = found
+        return found
+
+    def facts(self) -> dict[str, Any]:
+        """What these prices depend on."""
+        if self._facts is None:
+            self._facts = facts_of(self._target, self._draft)
+        return self._facts
+
+    def _look_up(self, name: str) -> store.Kept:
+        assert self._draft is not None
+        if name not in (AUTO, OFF):
+            prices = store.read_given(Path(name).expanduser())
+            if prices.draft is None:
+                raise UserError(f"prices {name} were measured without a draft")
+            return store.Kept(prices)
+        found = store.Kept(None) if name == OFF or self._in_parts() else self.measured()
+        if found.prices is None:
+            return store.Kept(self._target.assumed_prices(self._draft), found.notes)
+        return found
+
+    def _in_parts(self) -> bool:
+        """Whether several processes hold a model together: one alone cannot measure a forward."""
+        models = [self._target, self._draft]
+        return any((getattr(one.model, "tp_size", None) or 1) > 1 for one in models if one is not None)
+
+
+def _name(settings: Settings) -> str:
+    return (os.environ.get(VARIABLE) or AUTO) if settings.prices == AUTO else settings.prices

@@ -1,0 +1,74 @@
+"""`dsbd tune` and the prices that `dsbd doctor` shows, from the command line."""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from dsbd_cli.presets import load_preset
+from dsbd_cli.prices.measure import measure
+from tests.cli.conftest import Call, pair
+
+
+@pytest.fixture
+def options(models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    monkeypatch.delenv("DSBD_PRICES", raising=False)
+    monkeypatch.setattr("dsbd_cli.prices.pair.measure", functools.partial(measure, budget=0.01))
+    return [*pair(models("rand", seed=1), models("rand", seed=2)), "--max-new-tokens", "6", "--quick",
+            "--out", str(tmp_path / "mine.yaml")]  # fmt: skip
+
+
+def test_a_preset_is_written_and_can_be_used(dsbd: Call, options: list[str], tmp_path: Path) -> None:
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("hello\n\nworld\nmore\n")
+    ran = dsbd("tune", prompts, *options)
+    assert ran.code == 0, ran.err
+    assert "(as given)" in ran.text
+    assert ran.text.splitlines()[-1].startswith(f"{tmp_path / 'mine.yaml'}: ")
+    assert re.search(r"(\d+) of \1 answers", ran.err)
+    preset = load_preset(tmp_path / "mine.yaml")
+    assert preset.settings.width == 4
+    assert preset.settings.max_new_tokens == 6
+    assert "prompts" in preset.why["preset"]
+    assert dsbd("generate", "hello", "--preset", tmp_path / "mine.yaml", "--seed", "1").code == 0
+    # Nothing is written over unless that is asked for.
+    before = (tmp_path / "mine.yaml").read_bytes()
+    dsbd("tune", prompts, *options).refused("mine.yaml", "--force")
+    assert (tmp_path / "mine.yaml").read_bytes() == before
+    forced = dsbd("tune", prompts, *options, "--force", "--json")
+    assert forced.code == 0, forced.err
+    assert {"preset", "best", "trials"} == forced.json.keys()
+    assert not [path for path in tmp_path.iterdir() if path.name.endswith(".tmp")]
+    # The doctor shows the prices that were measured on the way.
+    report = json.loads(dsbd("doctor", "--json").text)
+    assert any("ms by nodes" in line for line in report["prices"])
+
+
+def test_prompts_come_from_stdin_too(dsbd: Call, options: list[str]) -> None:
+    for source in ([], ["-"]):
+        ran = dsbd("tune", *source, *options, "--force", stdin=b"hello\n")
+        assert ran.code == 0, ran.err
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        (["--method", "beam"], ["beam", "--method dsbd"]),
+        (["--loss", "-1"], ["--loss"]),
+        (["--out", "x.json"], ["x.json", ".yaml"]),
+        (["--out", "/dev/null.d/x.yaml"], ["/dev/null.d"]),
+        (["nowhere.txt"], ["nowhere.txt"]),
+    ],
+)
+def test_what_cannot_be_is_refused_before_anything_is_loaded(
+    dsbd: Call, options: list[str], more: list[str], words: list[str]
+) -> None:
+    dsbd("tune", *options, *more).refused(*words)
+
+
+def test_stdin_without_a_prompt_is_refused_where_it_is_named(dsbd: Call, options: list[str]) -> None:
+    dsbd("tune", "-", *options, stdin=b"\n\n").refused("stdin")

@@ -1,0 +1,95 @@
+"""The Triton kernels against tensor operations: on a GPU, or anywhere with TRITON_INTERPRET=1."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from dsbd_cli.decoding.forward import llama
+from dsbd_cli.decoding.forward.kernels import DenseLinear
+from dsbd_cli.decoding.forward.llama import TorchLayer, TritonLayer
+from dsbd_cli.decoding.model.hf_model import HfTreeModel
+from dsbd_cli.decoding.tree.sequences import Node
+from tests.builders import VOCAB, rand
+
+pytest.importorskip("triton", reason="Triton comes with torch's CUDA wheels")
+if not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":
+    pytest.skip("no CUDA device, and TRITON_INTERPRET is not 1", allow_module_level=True)
+
+from dsbd_cli.decoding.forward.triton_kernels import Kernels
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+# The interpreter has no bfloat16 products.
+DTYPES = [torch.float32, torch.bfloat16 if DEVICE == "cuda" else torch.float16]
+
+
+def noise(*shape: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
+    values = torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+    return values.to(device=DEVICE, dtype=dtype)
+
+
+def close(ours: torch.Tensor, wanted: torch.Tensor) -> bool:
+    tolerance = 1e-5 if wanted.dtype == torch.float32 else 2e-2
+    return torch.allclose(ours.float(), wanted.float(), rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("count", "groups", "shared", "size", "used"),
+    [(1, 3, 3, 64, 70), (5, 2, 4, 128, 200), (24, 2, 1, 80, 333), (40, 1, 8, 64, 5), (2, 1, 1, 32, 500)],
+)
+def test_attention_over_a_tree(dtype, count, groups, shared, size, used):
+    capacity = 512
+    query = noise(count * shared, groups, size, dtype=dtype)
+    keys = noise(1, groups, capacity, size, dtype=dtype, seed=1)
+    values = noise(1, groups, capacity, size, dtype=dtype, seed=2)
+    seen = torch.rand(count, capacity, generator=torch.Generator().manual_seed(3)) < 0.3
+    seen[:, 0] = True
+    seen[0, 1:] = False  # a node that sees one slot, so that whole splits are hidden from it
+    mask = torch.zeros(count, capacity, dtype=dtype).masked_fill(~seen, torch.finfo(dtype).min).to(DEVICE)
+    length = torch.tensor([used], device=DEVICE)
+    got = Kernels().attend(query, keys, values, mask, torch.zeros_like(length), length, size**-0.5)
+    heads = query.view(count, shared, groups, size).permute(2, 1, 0, 3).reshape(1, -1, count, size)
+    wanted = F.scaled_dot_product_attention(
+        heads.float(), keys[:, :, :used].float(), values[:, :, :used].float(),
+        attn_mask=mask[None, None, :, :used].float(), enable_gqa=True,
+    )  # fmt: skip
+    assert close(got, wanted[0].transpose(0, 1).reshape(count, -1).to(dtype))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rms_and_silu(dtype):
+    x, weight = 3 * noise(5, 576, dtype=dtype), noise(576, dtype=dtype, seed=1)
+    wide = x.float()
+    wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-5)
+    assert close(Kernels().rms(x, weight, 1e-5), weight * wide.to(dtype))
+    both = 3 * noise(5, 3000, dtype=dtype)
+    assert close(Kernels().silu(both), F.silu(both[:, :1500]) * both[:, 1500:])
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3"])
+def test_layers_with_kernels_are_layers_without(tmp_path, kind):
+    model = rand(tmp_path, kind, num_key_value_heads=2, head_dim=16, initializer_range=0.3).to(DEVICE)
+    forward = llama.LlamaForward(model, DenseLinear, None)
+    torch_layers = [
+        TorchLayer(i, layer, DenseLinear, torch.float32, None) for i, layer in enumerate(model.model.layers)
+    ]
+    kernels = [
+        TritonLayer(i, layer, DenseLinear, torch.float32, Kernels())
+        for i, layer in enumerate(model.model.layers)
+    ]
+    rows = []
+    for layers, reads_length in ((torch_layers, False), (kernels, True)):
+        forward._layers, forward.reads_length = layers, reads_length
+        tree, root = HfTreeModel(model, vocab_size=VOCAB, graphs=False), Node(-1, None)
+        tree._use(forward)
+        tree._served = True
+        tree.prefill([5, 6, 7, 8], root)
+        level = [Node(token, root) for token in (9, 10, 11)]
+        below = [Node(12, level[1]), Node(13, level[1])]
+        tree.forward([*below, *level])
+        rows.append(torch.stack([tree.log_row(node) for node in [root, *level, *below]]))
+    assert (rows[0] - rows[1]).abs().max() < 1e-4

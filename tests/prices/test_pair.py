@@ -1,0 +1,154 @@
+"""Prices of a loaded pair: measured once and kept, assumed, or a file; one seed gives one text with each."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dsbd_cli.decoder import Decoder
+from dsbd_cli.decoding import Notice
+from dsbd_cli.errors import UserError
+from dsbd_cli.prices import Curve, Prices, measure, store
+from dsbd_cli.prices import pair as pair_module
+from dsbd_cli.prices.pair import ONCE
+from dsbd_cli.settings import Settings
+from tests import builders
+
+DEAR = Prices(Curve((1,), (1.0,)), Curve((1,), (9.0,)), 0.0, "by hand")
+CHEAP = Prices(Curve((1,), (1.0,)), Curve((1,), (0.01,)), 0.0, "by hand")
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
+    base = tmp_path_factory.mktemp("pair")
+    for name, seed in (("target", 1), ("draft", 2)):
+        builders.rand(base / name, seed=seed)
+    return str(base / "target"), str(base / "draft")
+
+
+@pytest.fixture
+def decoder(folders: tuple[str, str]) -> Decoder:
+    return Decoder.from_pair(*folders, device="cpu", dtype="float32")
+
+
+@pytest.fixture(autouse=True)
+def measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Prices are measured here, in a cache of the test's own; how often stands in the list."""
+    monkeypatch.delenv("DSBD_PRICES", raising=False)
+    monkeypatch.setenv("DSBD_CACHE", str(tmp_path / "cache"))
+    times: list[int] = []
+
+    def counted(*models: Any) -> Prices:
+        times.append(1)
+        return measure.measure(*models, budget=0.01)
+
+    monkeypatch.setattr(pair_module, "measure", counted)
+    return times
+
+
+def settings(**given: Any) -> Settings:
+    return Settings(**({"max_new_tokens": 12, "seed": 3, "verify": "paper"} | given))
+
+
+def notes(decoder: Decoder, given: Settings) -> list[str]:
+    return [event.text for event in decoder.stream("hello", given) if isinstance(event, Notice)]
+
+
+def test_they_are_measured_once_and_kept_for_the_next_start(
+    folders: tuple[str, str], decoder: Decoder, measured: list[int]
+) -> None:
+    assert ONCE in notes(decoder, settings())
+    assert ONCE not in notes(decoder, settings())
+    again = Decoder.from_pair(*folders, device="cpu", dtype="float32")
+    assert ONCE not in notes(again, settings())
+    assert sum(measured) == 1
+    assert again.prices.look_up(settings()).prices == decoder.prices.look_up(settings()).prices
+    ((facts, prices),) = store.listed()
+    assert {facts["target"]["device"], facts["target"]["dtype"]} == {"cpu", "float32"}
+    assert prices.origin.startswith("measured ")
+
+
+def test_what_was_measured_is_said_in_the_result(decoder: Decoder) -> None:
+    prices = decoder.generate("hello", settings()).stats.paths["prices"]
+    assert prices.startswith("measured ")
+    assert "target" in prices
+    assert "prices" not in decoder.generate("hello", settings(forest="full")).stats.paths
+
+
+@pytest.mark.parametrize(
+    "given",
+    [{"forest": "full"}, {"method": "beam"}, {"method": "specinfer"}, {"gamma": 0}, {"prices": "off"}],
+)
+def test_nothing_is_measured_that_decides_nothing(given: Any, decoder: Decoder, measured: list[int]) -> None:
+    assert ONCE not in notes(decoder, settings(**given))
+    assert not measured
+
+
+def test_one_seed_gives_one_text_from_the_first_start_on(folders: tuple[str, str], decoder: Decoder) -> None:
+    for given in ({}, {"verify": "continue"}, {"verify": "cover", "threshold": 0.9}):
+        first = decoder.generate("hello", settings(**given)).token_ids
+        again = Decoder.from_pair(*folders, device="cpu", dtype="float32")
+        assert again.generate("hello", settings(**given)).token_ids == first
+
+
+def test_where_nothing_can_be_kept_prices_are_assumed(
+    decoder: Decoder, measured: list[int], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "file").write_text("no folder")
+    monkeypatch.setenv("DSBD_CACHE", str(tmp_path / "file"))
+    assert decoder.generate("hello", settings()).stats.paths["prices"].startswith("assumed")
+    assert not measured
+
+
+@pytest.mark.parametrize("how", ["setting", "variable"])
+def test_a_file_is_what_decides(
+    how: str, decoder: Decoder, measured: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = {}
+    for name, prices in (("dear", DEAR), ("cheap", CHEAP)):
+        path = tmp_path / f"{name}.json"
+        path.write_text(json.dumps(prices.to_dict()))
+        given = settings(verify="cover", max_new_tokens=20)
+        if how == "variable":
+            monkeypatch.setenv("DSBD_PRICES", str(path))
+        else:
+            given = given.merged({"prices": str(path)})
+        result = decoder.generate("hello", given)
+        calls[name] = result.stats.draft_calls
+        assert result.stats.paths["prices"].startswith("by hand")
+    assert calls["dear"] == 0 < calls["cheap"]
+    assert not measured
+
+
+def test_a_file_that_holds_no_prices_is_refused(decoder: Decoder, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"gone\.json cannot be read"):
+        decoder.generate("hello", settings(prices=str(tmp_path / "gone.json")))
+    alone = tmp_path / "alone.json"
+    alone.write_text(json.dumps(Prices(Curve((1,), (1.0,))).to_dict()))
+    with pytest.raises(UserError, match="without a draft"):
+        decoder.generate("hello", settings(prices=str(alone)))
+    with pytest.raises(UserError, match=r"auto, off, or a \.json file"):
+        settings(prices="dear")
+
+
+def test_other_threads_other_prices(decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    facts = measure.facts_of(decoder.target, decoder.draft)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 77)
+    assert store.path_of(measure.facts_of(decoder.target, decoder.draft)) != store.path_of(facts)
+    assert store.path_of(measure.facts_of(decoder.draft, decoder.target)) != store.path_of(facts)
+
+
+def test_measuring_leaves_nothing_behind_that_changes_an_answer(
+    folders: tuple[str, str], decoder: Decoder
+) -> None:
+    plain = Decoder.from_pair(*folders, device="cpu", dtype="float32")
+    decoder.prices.measured()
+    for given in ({"forest": "full"}, {"method": "beam"}):
+        assert decoder.generate("hello", settings(**given)).token_ids == (
+            plain.generate("hello", settings(**given)).token_ids
+        )
