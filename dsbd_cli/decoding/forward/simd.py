@@ -18,6 +18,7 @@ from torch import Tensor
 
 from dsbd_cli.decoding.forward import native
 from dsbd_cli.decoding.forward.whole import Linear, WholeForward, prototyped
+from dsbd_cli.loading import processor
 
 # In the order of the C source, the narrowest first.
 FORMATS = ("4-bit blocks", "8-bit blocks", "bfloat16", "float16", "float32")
@@ -55,7 +56,7 @@ class SimdForward(WholeForward):
     _needs_positions = True
 
     def __init__(self, model: Any, level: str | None = None) -> None:
-        self.bytes_read = 0
+        self.bytes_read, self.level = 0, level or processor.level()
         self.formats: dict[str, int] = {}
         super().__init__(model, library(level))
         # Widening and reading is what one node costs, multiplying what each costs.
@@ -70,9 +71,9 @@ class SimdForward(WholeForward):
         return packed.data_ptr(), None, kind
 
     def describe(self) -> str:
-        """One line for people."""
+        """One line for people; prices are kept by it."""
         most = max(self.formats, key=lambda name: self.formats[name])
-        return f"float32 forward in C, weights in {most}"
+        return f"float32 forward in C ({self.level}), weights in {most}"
 
 
 def pack(

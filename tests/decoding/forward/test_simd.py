@@ -139,6 +139,7 @@ def test_a_tree_is_its_paths(kind, level):
 def test_a_bfloat16_model_stays_in_its_format():
     model, forward = forward_of("llama", dtype=torch.bfloat16)
     assert set(forward.formats) == {"bfloat16"}
+    assert forward.describe() == f"float32 forward in C ({processor.level()}), weights in bfloat16"
     ids, parents, slots = tree(20, 1)
     assert far(run(forward, model, KVBuffer(64), ids, parents, slots), plain(model, ids, parents)) < 1e-5
 
