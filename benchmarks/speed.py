@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
 
-from benchmarks.kit import ct2, pairs
+from benchmarks.kit import ct2, llamacpp, pairs
 from benchmarks.kit.arms import DEFAULT_ARMS, parse_arms
 from benchmarks.kit.bandwidth import copy_bandwidth
 from benchmarks.kit.phases import breakdown
@@ -54,6 +54,8 @@ def parser() -> argparse.ArgumentParser:
         "--hf-limit", type=int, metavar="N", help="outside references on the first N prompts only"
     )
     group.add_argument("--ct2", action="store_true", help="CTranslate2 too (must be installed)")
+    group.add_argument("--llamacpp", action="store_true",
+                       help="llama.cpp too, on the target's GGUF file (xllamacpp must be installed)")  # fmt: skip
     group.add_argument("--max-new-tokens", type=int, default=128, metavar="N", help="(default %(default)s)")
     group.add_argument(
         "--fixed-length", action="store_true", help="no token ends a text: all answers full length"
@@ -123,7 +125,15 @@ def run(options: argparse.Namespace) -> int:
         bench = Bench(decoder, results, options, begin)
         if options.ct2:
             arms += ct2.arms(settings)
-            bench.ct2 = ct2.CTranslate2(decoder)
+            engine = ct2.CTranslate2(decoder)
+            bench.outside |= dict.fromkeys(ct2.METHODS, engine)
+            bench.versions["ct2_compute_type"] = engine.compute_type
+        if options.llamacpp:
+            longest = max(len(prompt.ids) for prompt in prompts)
+            peer = llamacpp.LlamaCpp(decoder, longest + options.max_new_tokens + 8)
+            arms += llamacpp.arms(settings)
+            bench.outside |= dict.fromkeys(llamacpp.METHODS, peer)
+            bench.versions["xllamacpp"] = peer.version
         bench.note_circumstances(arms)
         bench.warm_up(arms, prompts)
         bench.look_inside(arms, prompts)
@@ -140,7 +150,9 @@ class Bench:
     def __init__(self, decoder: Decoder, results: Results, options: argparse.Namespace, begin: float) -> None:
         self._decoder, self._results, self._options, self._begin = decoder, results, options, begin
         self._backend = PairBackend(decoder)
-        self.ct2: ct2.CTranslate2 | None = None
+        #: Engines beside ours, by the method that each serves, and what the session says of them.
+        self.outside: dict[str, ct2.CTranslate2 | llamacpp.LlamaCpp] = {}
+        self.versions: dict[str, str] = {}
 
     def note_circumstances(self, arms: Sequence[Arm]) -> None:
         """Machine, versions, command, copy bandwidth, arms."""
@@ -148,8 +160,7 @@ class Bench:
         self.say(f"{self._results.facts['hardware']}: measuring its copy bandwidth")
         session = context.session(self._backend.devices(), ["benchmarks/speed.py", *sys.argv[1:]])
         session["copy_bytes_per_s"] = copy_bandwidth(self._decoder.pair.target.device)
-        if self.ct2 is not None:
-            session["ct2_compute_type"] = self.ct2.compute_type
+        session |= self.versions
         parts["sessions"] = [*parts.get("sessions", []), session]
         parts["arms"] = parts.get("arms", {}) | {
             arm.name: arm.settings.to_dict() | {"run": arm.method} for arm in arms
@@ -208,14 +219,13 @@ class Bench:
 
     def _answer(self, arm: Arm, prompt: Prompt, repeat: int) -> Answer:
         seed = seed_of(self._options.seed, prompt.name, repeat)
-        if arm.method in ct2.METHODS:
-            assert self.ct2 is not None
-            return self.ct2.answer(arm, prompt.ids, seed)
+        if arm.method in self.outside:
+            return self.outside[arm.method].answer(arm, prompt.ids, seed)
         return self._backend.answer(arm, prompt.ids, seed)
 
 
 def _outside(arm: Arm) -> bool:
-    return arm.hf or arm.method in ct2.METHODS
+    return arm.hf or arm.method in (*ct2.METHODS, *llamacpp.METHODS)
 
 
 def record_of(prompt: Prompt, arm: Arm, repeat: int, answer: Answer) -> dict[str, Any]:

@@ -79,13 +79,15 @@ def _packages() -> dict[str, str]:
 def _devices() -> list[str]:
     import torch
 
+    from dsbd_cli.loading import processor
     from dsbd_cli.loading.hardware import pick_dtype
 
     whole, coarse = (_dtype(pick_dtype("auto", torch.device("cpu"), few)) for few in (False, True))
     auto = (
         whole if whole == coarse else f"{coarse} for weights stored in bfloat16 or fewer bits, else {whole}"
     )
-    lines = [f"cpu: {torch.get_num_threads()} threads, dtype auto is {auto}"]
+    code = f"C code for {processor.level()}" if processor.can_compile() else "no C compiler, or DSBD_NATIVE=0"
+    lines = [f"cpu: {torch.get_num_threads()} threads, {code}, dtype auto is {auto}"]
     for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
         about = torch.cuda.get_device_properties(index)
         dtype = _dtype(pick_dtype("auto", torch.device("cuda", index)))

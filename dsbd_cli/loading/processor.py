@@ -8,8 +8,45 @@ import shutil
 import sys
 from pathlib import Path
 
+from dsbd_cli.errors import UserError
+
+# What code of ours may use, the least first; a switch below the machine's own hides the rest of it.
+LEVELS = ("portable", "avx2", "avx512", "amx")
+SWITCH = "DSBD_CPU"
+_AVX2 = frozenset({"avx2", "fma", "f16c"})
+_AVX512 = _AVX2 | {"avx512f", "avx512bw", "avx512dq", "avx512vl"}
 # What the AMX forward needs (bfloat16 and int8 tiles, and AVX-512's conversions to bfloat16).
-AMX = frozenset({"amx_tile", "amx_int8", "amx_bf16", "avx512_bf16"})
+AMX = _AVX512 | {"amx_tile", "amx_int8", "amx_bf16", "avx512_bf16"}
+
+
+def level() -> str:
+    """The highest of `LEVELS` that this processor has and DSBD_CPU allows.
+
+    Raises:
+        UserError: DSBD_CPU names none of them.
+    """
+    found = flags()
+    has = ["portable"]
+    for name, needed in (("avx2", _AVX2), ("avx512", _AVX512), ("amx", AMX)):
+        if found >= needed:
+            has.append(name)
+    wanted = os.environ.get(SWITCH)
+    if not wanted:
+        return has[-1]
+    if wanted not in LEVELS:
+        raise UserError(f"{SWITCH}={wanted}: it is one of {', '.join(LEVELS)}")
+    return min(has[-1], wanted, key=LEVELS.index)
+
+
+def build_flags(wanted: str | None = None) -> list[str]:
+    """What the C compiler is told to use for a level (None: `level()`)."""
+    wanted = wanted or level()
+    if platform.machine() not in ("x86_64", "AMD64") or not flags():  # levels are x86's, and read on Linux
+        return [] if os.environ.get(SWITCH) == "portable" else ["-march=native"]
+    if wanted in ("portable", "amx"):
+        return ["-march=native"] if wanted == "amx" else []
+    # By name: the same code, and so the same numbers, wherever a level is the one used.
+    return [*(f"-m{name}" for name in sorted(_AVX2 if wanted == "avx2" else _AVX512)), "-mtune=native"]
 
 
 def kernels_wanted() -> bool:
@@ -29,7 +66,7 @@ def can_compile() -> bool:
 
 def amx_likely() -> bool:
     """Whether the AMX forward can be used here, as far as that can be told without compiling anything."""
-    return can_compile() and flags() >= AMX
+    return can_compile() and level() == "amx"
 
 
 def flags() -> set[str]:
@@ -38,7 +75,7 @@ def flags() -> set[str]:
 
 
 def description() -> str:
-    """What `-march=native` depends on: a cache may be shared between machines."""
+    """What `-march=native` and `-mtune=native` depend on: a cache may be shared between machines."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

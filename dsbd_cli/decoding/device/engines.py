@@ -161,7 +161,7 @@ class Engines:
         )
         greedy, support, clock = demand.processor.greedy, demand.processor.top_n, target.model.clock
         iteration = CoverIteration(
-            ours, theirs, law, layout, greedy, support, eos, target.model.device, clock
+            ours, theirs, law, layout, greedy, support, eos, target.model.device, clock, demand.distinct
         )
         return None if self._prepared(iteration, key) else Pipeline(iteration, clock, self._stopped(key))
 

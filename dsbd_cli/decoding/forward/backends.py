@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from dsbd_cli.decoding.cache.buffers import KVBuffer
-from dsbd_cli.decoding.forward import amx
+from dsbd_cli.decoding.forward import amx, simd
 from dsbd_cli.decoding.forward.hf import HfForward, layer_kinds
 from dsbd_cli.decoding.forward.kernels import (
     DenseLinear,
@@ -73,12 +73,14 @@ class Backend(NamedTuple):
         fused: it reads the weights and runs none of the model's code, so `why_not_fused` must find nothing.
         why_not: (model, int8) to the reason why it does not serve the model here; None where it does.
         make: (model, int8) to the forward.
+        same: it makes the same forward whether int8 is asked for or not.
     """
 
     name: str
     fused: bool
     why_not: Callable[[Any, bool], str | None]
     make: Callable[[Any, bool], Forward]
+    same: bool = False
 
 
 def why_no_amx(model: Any, int8: bool) -> str | None:
@@ -99,13 +101,33 @@ def why_no_amx(model: Any, int8: bool) -> str | None:
     return None if amx.library() is not None else "its C code does not compile here"
 
 
+def why_no_simd(model: Any, int8: bool) -> str | None:
+    if model.device.type != "cpu":
+        return "a CPU forward"
+    if model.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        return "for float32 and shorter formats"
+    attention, config = model.model.layers[0].self_attn, model.config
+    size = int(attention.head_dim)
+    if size % 16 or size > 128 or config.intermediate_size % 16:
+        return "its sizes are no multiples of 16, or its heads too large"
+    if sum(weight.numel() * weight.element_size() for weight in model.parameters()) >= spare_memory():
+        return "no memory for a second copy of the weights"
+    return None if simd.library() is not None else "no C compiler"
+
+
 def _why_no_c(model: Any, int8: bool) -> str | None:
     linear = _linear(model, int8)
+    if reason := _why_no_products(model, int8):
+        return reason
     if model.device.type != "cpu" or linear is DenseLinear:
         return "a CPU forward with prepacked weights"
     if not c_kernels_serve(_dtype(model, linear), _head(model)):
         return "no C compiler, or a dtype or head size that the kernels do not have"
     return None
+
+
+def _why_no_products(model: Any, int8: bool) -> str | None:
+    return "no int8 products here" if int8 and _linear(model, int8) is not Int8Linear else None
 
 
 def _why_no_triton(model: Any, int8: bool) -> str | None:
@@ -129,6 +151,7 @@ def _real(model: Any) -> Any:
 
 TABLE = (
     Backend("AMX", True, why_no_amx, lambda model, int8: amx.AmxForward(model, int8=int8)),
+    Backend("float32 in C", True, why_no_simd, lambda model, int8: simd.SimdForward(model), True),
     Backend(
         "fused Llama, C kernels",
         True,
@@ -144,7 +167,7 @@ TABLE = (
     Backend(
         "fused Llama, tensor operations",
         True,
-        lambda model, int8: None,
+        _why_no_products,
         lambda model, int8: LlamaForward(model, _linear(model, int8), None),
     ),
     Backend("Hugging Face", False, lambda model, int8: None, lambda model, int8: HfForward(_real(model))),
@@ -155,15 +178,15 @@ def candidates(model: Any, *, int8: bool = False, fused: bool = True, skip: int 
     """Forwards that may serve `model`, the quickest first; the model's own comes last.
 
     Args:
-        int8: for a draft on a CPU: try those that multiply in int8 first.
+        int8: for a draft on a CPU: try those that multiply in int8, or read int8 rows as they are, first.
         fused: False leaves the model's own alone.
         skip: how many of the first are not made at all: the self-test is known to refuse them.
     """
     fused = fused and why_not_fused(model) is None
     for narrow in (True, False) if int8 and fused else (False,):
         for backend in TABLE:
-            if narrow and not backend.fused:
-                continue
+            if (narrow and not backend.fused) or (int8 and not narrow and backend.same):
+                continue  # its turn is later, or was before
             if (fused or not backend.fused) and backend.why_not(model, narrow) is None:
                 skip -= 1
                 if skip < 0:

@@ -8,13 +8,14 @@ import numpy as np
 import pytest
 import torch
 
-from dsbd_cli.decoding.forward import llama
+from dsbd_cli.decoding.forward import backends, kernels, llama
 from dsbd_cli.decoding.forward.backends import why_not_fused
-from dsbd_cli.decoding.forward.kernels import DenseLinear, Int8Linear, PrepackedLinear, can_pack, can_quantize
+from dsbd_cli.decoding.forward.kernels import DenseLinear, Int8Linear, PrepackedLinear, can_pack
 from dsbd_cli.decoding.law.distribution import LogitsProcessor
 from dsbd_cli.decoding.model.hf_model import HfTreeModel
 from dsbd_cli.decoding.tree.sequences import Node
 from dsbd_cli.errors import RunError, UserError
+from dsbd_cli.loading import processor
 from tests.builders import VOCAB, markov, rand
 from tests.decoding.spy import Spy
 
@@ -265,7 +266,7 @@ def test_a_fast_forward_leaves_the_model_usable(tmp_path):
 
 
 def test_int8_products_are_close_and_their_own_tokens_matter_only_to_themselves(tmp_path):
-    if not can_quantize():
+    if set(torch.backends.quantized.supported_engines) <= {"none"}:
         pytest.skip("no int8 products here")
     generator = torch.Generator().manual_seed(0)
     layer = torch.nn.Linear(64, 32)
@@ -278,6 +279,18 @@ def test_int8_products_are_close_and_their_own_tokens_matter_only_to_themselves(
     tree = HfTreeModel(rand(tmp_path, initializer_range=0.3), vocab_size=VOCAB, int8=True)
     tree.require_tree()
     assert not tree.notes
+
+
+@pytest.mark.parametrize("vnni", [True, False])
+def test_int8_products_are_tried_only_where_they_have_eight_bits(tmp_path, monkeypatch, vnni):
+    if set(torch.backends.quantized.supported_engines) <= {"none"}:
+        pytest.skip("no int8 products here")
+    monkeypatch.setattr(kernels, "_has_vnni", lambda: vnni)
+    monkeypatch.setattr(processor, "amx_likely", lambda: False)
+    ways = list(backends.candidates(rand(tmp_path), int8=True))
+    assert any(way.int8 for way in ways) == vnni
+    told = [(way.describe(), way.int8) for way in ways]
+    assert len(set(told)) == len(told)  # nothing is tried, and noted, twice
 
 
 def test_architectures_without_a_tree_are_refused_by_name(tmp_path):

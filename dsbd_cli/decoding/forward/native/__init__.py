@@ -1,4 +1,4 @@
-"""C kernels for CPUs (`kernels.c`, `tiles.c`): compiled once into the cache folder, under a name that says for
+"""C for CPUs (`kernels.c`, `simd.c`, `tiles.c`): compiled once into the cache folder, under a name that says for
 which source and processor. Without a compiler, or with DSBD_NATIVE=0, the same steps are tensor operations.
 """
 
@@ -20,7 +20,7 @@ from dsbd_cli.loading.cache import build_once, cache_root
 _T = TypeVar("_T")
 _FOLDER = Path(__file__).parent
 _FLAGS = [
-    "-O3", "-march=native", "-shared", "-fPIC", "-fopenmp-simd", "-fno-math-errno", "-fno-trapping-math",
+    "-O3", "-shared", "-fPIC", "-fopenmp-simd", "-fno-math-errno", "-fno-trapping-math",
 ]  # fmt: skip
 
 
@@ -57,8 +57,12 @@ def compiled(make: Callable[[], _T]) -> _T | None:
         raise
 
 
-def built(*sources: str, flags: Sequence[str] = ()) -> Path:
+def built(*sources: str, flags: Sequence[str] = (), level: str | None = None) -> Path:
     """The shared object built from the last of `sources` (files of this folder; those before it are included).
+
+    Args:
+        flags: of the compiler, further ones.
+        level: of `processor.LEVELS`: what the code may use; None: `processor.level()`.
 
     Raises:
         OSError, subprocess.SubprocessError: no compiler, or one that refuses.
@@ -67,6 +71,7 @@ def built(*sources: str, flags: Sequence[str] = ()) -> Path:
     if not compiler:
         raise FileNotFoundError("no C compiler")
     texts = [(_FOLDER / name).read_text(encoding="utf-8") for name in sources]
+    flags = [*processor.build_flags(level), *flags]
     everything = "\n".join([*texts, *_FLAGS, *flags, platform.machine(), processor.description()])
     folder = cache_root() / "native" / hashlib.sha256(everything.encode()).hexdigest()[:16]
     last = Path(sources[-1])

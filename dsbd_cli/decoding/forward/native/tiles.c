@@ -4,46 +4,15 @@
  * layers run in one parallel region, weights lie in the order in which they are read, and attention
  * over the tree's slots uses the tiles too. Products are bfloat16 with float32 sums, or, for drafts,
  * int8 by output row times int8 by token. What a row of x gives does not depend on the other rows.
- * tiles.py has the shapes; roundings are those of kernels.c, or fewer.
+ * amx.py has the shapes; roundings are those of kernels.c, or fewer.
  */
 #include "kernels.c"
 
 #include <immintrin.h>
-#include <linux/futex.h>
-#include <stdatomic.h>
-#include <sys/mman.h>
-#include <sys/syscall.h>
-#include <unistd.h>
 
-/* out = x W^T: W in units of 32 outputs (`pack`), one scale an output for int8, bias or NULL. */
-typedef struct {
-    const char *weight;
-    const float *scale, *bias;
-    long in, out;
-} linear;
-
-typedef struct {
-    const bf16 *before, *after, *q_norm, *k_norm; /* RMS weights; the last two may be NULL */
-    linear qkv, out, gate_up, down;               /* gate_up: units of 16 gates and their 16 ups */
-} layer;
-
-typedef struct {
-    long layers, hidden, heads, groups, size, inner, int8;
-    float eps, head_eps, scaling;
-    const layer *layer;
-    const bf16 *norm;
-    linear head;
-} model;
-
-typedef struct {
-    long count, used, capacity, begin; /* begin: the first row's place in a prompt, where there is no mask */
-    const bf16 *x, *cos, *sin, *mask;  /* mask [count, mask_stride], 0 where a slot is seen; or NULL */
-    long mask_stride;
-    const int64_t *slots, *keep;
-    long kept;
-    bf16 *const *keys, *const *values;
-    bf16 *logits;
-} request;
+typedef bf16 real;
+#include "meet.c"
+#include "whole.h"
 
 typedef struct {
     const model *m;
@@ -55,12 +24,10 @@ typedef struct {
     long *limit;    /* [query tile]: slots beyond this are seen by none of them */
     char *own;      /* [threads, own_size] */
     size_t own_size;
-    atomic_long waiting, asleep, workers;
-    atomic_uint round;
+    meeting all;
 } job;
 
 #define TILE 16
-#define SPINS 1000 /* some 50 microseconds */
 #define UNIT 32    /* outputs a unit */
 #define STEP 2048  /* bytes of a unit's weights for 64 bytes of a row */
 #define AHEAD 8192 /* bytes of weights to fetch before they are needed */
@@ -79,30 +46,6 @@ static void configure(void) {
 
 /* Ask the system for the tiles; 0 where they may be used. */
 int allow(void) { return (int)syscall(SYS_arch_prctl, 0x1023, 18); }
-
-/* Tell the system that a weight's pages may be large: fewer misses in looking them up. */
-void large_pages(void *data, long size) { madvise(data, (size_t)size, MADV_HUGEPAGE); }
-
-/* Wait until all threads of the region are here. Who waits long sleeps: the thread waited for may need
- * this very core, if others use the machine too. */
-static void meet(job *j) {
-    if (j->workers == 1) return;
-    unsigned round = atomic_load(&j->round);
-    if (atomic_fetch_add(&j->waiting, 1) + 1 == j->workers) {
-        atomic_store(&j->waiting, 0);
-        atomic_fetch_add(&j->round, 1);
-        if (atomic_load(&j->asleep)) syscall(SYS_futex, &j->round, FUTEX_WAKE_PRIVATE, 1 << 30, NULL, NULL, 0);
-        return;
-    }
-    for (int spins = 0; spins < SPINS; spins++) {
-        if (atomic_load(&j->round) != round) return;
-        _mm_pause();
-    }
-    atomic_fetch_add(&j->asleep, 1);
-    while (atomic_load(&j->round) == round)
-        syscall(SYS_futex, &j->round, FUTEX_WAIT_PRIVATE, round, NULL, NULL, 0);
-    atomic_fetch_sub(&j->asleep, 1);
-}
 
 static inline __m512 exp16(__m512 x) { /* as exp_f32 */
     x = _mm512_max_ps(x, _mm512_set1_ps(-87.0f));
@@ -207,7 +150,7 @@ enum { STORE, ADD, SILU };
 /* Rows x units of one product; `out` [rows, stride] is written, added to, or gets silu(gate) x up. */
 static void product(const job *j, const linear *w, input a, long count, bf16 *out, long stride, int kind, long me) {
     long steps = w->in * (j->m->int8 ? 1 : 2) / 64, units = up(w->out, UNIT) / UNIT;
-    long begin = units * me / j->workers, end = units * (me + 1) / j->workers;
+    long begin = units * me / j->all.workers, end = units * (me + 1) / j->all.workers;
     float c[3 * TILE * UNIT] __attribute__((aligned(64)));
     for (long u = begin; u < end; u++) {
         const char *unit = w->weight + u * steps * STEP;
@@ -261,7 +204,7 @@ static void rotate(const job *j, long at, long me) {
     const layer *l = m->layer + at;
     long size = m->size, shared = m->heads / m->groups, width = (m->heads + 2 * m->groups) * size;
     bf16 normed[1024];
-    for (long n = r->count * me / j->workers; n < r->count * (me + 1) / j->workers; n++) {
+    for (long n = r->count * me / j->all.workers; n < r->count * (me + 1) / j->all.workers; n++) {
         const bf16 *from = j->qkv + n * width;
         for (long h = 0; h < m->heads + m->groups; h++, from += size) {
             int is_key = h >= m->heads;
@@ -420,7 +363,7 @@ static void work(void *data) {
     const model *m = j->m;
     const request *r = j->r;
     long me = j->t->threads > 1 ? j->t->number() : 0, count = r->count;
-    if (j->t->threads > 1) j->workers = j->t->count(); /* the same for all; may be fewer than asked for */
+    if (j->t->threads > 1) j->all.workers = j->t->count(); /* the same for all; may be fewer than asked for */
     configure();
     char *own = j->own + (size_t)me * j->own_size;
     long width = m->hidden > m->inner ? m->hidden : m->inner, rows = up(count, 3 * TILE);
@@ -434,23 +377,23 @@ static void work(void *data) {
         const layer *l = m->layer + at;
         rms_bf16(j->x, l->before, normed, count, m->hidden, m->eps);
         product(j, &l->qkv, quantized(j, normed, count, m->hidden, small, sizes), count, j->qkv, stride, STORE, me);
-        meet(j);
+        meet(&j->all);
         rotate(j, at, me);
-        meet(j);
-        for (long task = me; task < tasks * m->groups; task += j->workers) {
+        meet(&j->all);
+        for (long task = me; task < tasks * m->groups; task += j->all.workers) {
             long first = task % tasks * QUERIES;
             attend(j, at, task / tasks, first, first + QUERIES < j->rows ? first + QUERIES : j->rows, rest);
         }
-        meet(j);
+        meet(&j->all);
         product(j, &l->out, quantized(j, j->att, count, m->heads * m->size, small, sizes), count, j->x, m->hidden,
                 ADD, me);
-        meet(j);
+        meet(&j->all);
         rms_bf16(j->x, l->after, normed, count, m->hidden, m->eps);
         product(j, &l->gate_up, quantized(j, normed, count, m->hidden, small, sizes), count, j->act, m->inner, SILU,
                 me);
-        meet(j);
+        meet(&j->all);
         product(j, &l->down, quantized(j, j->act, count, m->inner, small, sizes), count, j->x, m->hidden, ADD, me);
-        meet(j);
+        meet(&j->all);
     }
     for (long i = 0; i < r->kept; i++)
         rms_bf16(j->x + r->keep[i] * m->hidden, m->norm, normed + i * m->hidden, 1, m->hidden, m->eps);
@@ -480,7 +423,8 @@ static void sizes_of(const model *m, long count, long used, long threads, long *
 }
 
 /* Bytes that `forward` needs. */
-long room(const model *m, long count, long used, long threads) {
+long room(const model *m, long count, long used, long capacity, long threads) {
+    (void)capacity; /* simd.c asks for it */
     long parts[PARTS], total = 0;
     sizes_of(m, count, used, threads, parts);
     for (int i = 0; i < PARTS; i++) total += parts[i];
@@ -496,7 +440,7 @@ void forward(const model *m, const request *r, const team *t, char *memory) {
     job j = {.m = m, .r = r, .t = t, .rows = r->count * shared, .padded = up(r->count * shared, QUERIES),
              .seen = up(r->used, 32), .x = (bf16 *)at[0], .qkv = (bf16 *)at[1], .query = (bf16 *)at[2],
              .att = (bf16 *)at[3], .act = (bf16 *)at[4], .bits = (uint16_t *)at[5], .limit = (long *)at[6],
-             .own = at[7], .own_size = (size_t)(parts[7] / t->threads), .workers = 1};
+             .own = at[7], .own_size = (size_t)(parts[7] / t->threads), .all = {.workers = 1}};
     memcpy(j.x, r->x, (size_t)(r->count * m->hidden) * 2);
     memset(j.bits, 0, (size_t)parts[5]);
     memset(j.limit, 0, (size_t)parts[6]);

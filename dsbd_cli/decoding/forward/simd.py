@@ -1,0 +1,118 @@
+"""A whole CPU forward in float32, on the vector units of any processor: `native/simd.c`.
+
+Weights are kept in the narrowest format that holds each of them to the bit: a GGUF file's 4 and 8-bit blocks
+stay blocks, a bfloat16 checkpoint stays bfloat16, a draft's int8 rows stay int8. They are widened to float32
+in registers, so the numbers are those of the de-quantised model in float32 up to the order of sums, and a
+forward of one node reads a quarter to an eighth of its bytes. What a node gives does not depend on the
+nodes beside it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dsbd_cli.decoding.forward import native
+from dsbd_cli.decoding.forward.whole import Linear, WholeForward, prototyped
+from dsbd_cli.loading import processor
+
+# In the order of the C source, the narrowest first.
+FORMATS = ("4-bit blocks", "8-bit blocks", "bfloat16", "float16", "float32")
+_LINE = 64
+_pointer, _long = ctypes.c_void_p, ctypes.c_long
+
+
+@functools.cache
+def library(level: str | None = None) -> Any:
+    """The compiled forward; None without a compiler.
+
+    Args:
+        level: of `processor.LEVELS`; None: this processor's.
+    """
+    return native.compiled(lambda: _loaded(level))
+
+
+def _loaded(level: str | None) -> Any:
+    loaded: Any = ctypes.CDLL(str(native.built("kernels.c", "meet.c", "whole.h", "simd.c", level=level)))
+    loaded.packed_bytes.restype, loaded.packed_bytes.argtypes = _long, [_long] * 3
+    loaded.pack.restype, loaded.pack.argtypes = ctypes.c_int, [_pointer, _long, _long, _long, _pointer]
+    loaded.multiply.restype, loaded.multiply.argtypes = None, [_pointer, _pointer, _long, _pointer]
+    return prototyped(loaded)
+
+
+class SimdForward(WholeForward):
+    """Vectors: float32 activations, weights as narrow as they allow.
+
+    Args:
+        model: one that `backends` lets through.
+        level: as in `library`.
+    """
+
+    dtype = torch.float32
+    _needs_positions = True
+
+    def __init__(self, model: Any, level: str | None = None) -> None:
+        self.bytes_read, self.level = 0, level or processor.level()
+        self.formats: dict[str, int] = {}
+        super().__init__(model, library(level))
+        # Widening and reading is what one node costs, multiplying what each costs.
+        weights = sum(self.formats.values())
+        self.relative_node_cost = min(0.5, 0.045 * 4 * weights / self.bytes_read)
+
+    def _pack(self, weight: Tensor) -> tuple[int, Tensor | None, int]:
+        packed, kind = pack(self._library, weight)
+        self._kept.append(packed)
+        self.bytes_read += len(packed)
+        self.formats[FORMATS[kind]] = self.formats.get(FORMATS[kind], 0) + weight.numel()
+        return packed.data_ptr(), None, kind
+
+    def describe(self) -> str:
+        """One line for people; prices are kept by it."""
+        most = max(self.formats, key=lambda name: self.formats[name])
+        return f"float32 forward in C ({self.level}), weights in {most}"
+
+
+def pack(
+    library: Any, weight: Tensor, kinds: tuple[int, ...] = tuple(range(len(FORMATS)))
+) -> tuple[Tensor, int]:
+    """[outputs, inputs] in the first of the formats `kinds` that changes none of its weights.
+
+    Returns:
+        bytes for `native/simd.c`, aligned to its cache lines; the format's place in `FORMATS`.
+
+    Raises:
+        ValueError: none of them fits (float32 does always).
+    """
+    sample = weight[:: max(1, len(weight) // 8)].float().contiguous()
+    for kind in kinds:
+        # A few rows tell most formats from the rest before all rows are packed.
+        if _packed(library, sample, kind) is not None:
+            whole = _packed(library, weight.float().contiguous(), kind)
+            if whole is not None:
+                return whole, kind
+    raise ValueError(f"no format of {kinds} holds this weight")
+
+
+def _packed(library: Any, weight: Tensor, kind: int) -> Tensor | None:
+    rows, inputs = weight.shape
+    size = library.packed_bytes(rows, inputs, kind)
+    if size < 0:
+        return None
+    unaligned = torch.zeros(size + _LINE, dtype=torch.uint8)
+    packed = unaligned[-unaligned.data_ptr() % _LINE :][:size]
+    fits = library.pack(weight.data_ptr(), rows, inputs, kind, packed.data_ptr())
+    if fits < 0:
+        raise MemoryError("no memory to pack a weight")
+    return packed if fits else None
+
+
+def product(library: Any, packed: Tensor, kind: int, outputs: int, x: Tensor) -> Tensor:
+    """x [N, inputs] times a packed weight: [N, outputs], on the calling thread."""
+    linear = Linear(packed.data_ptr(), None, None, x.shape[1], outputs, kind)
+    out = torch.empty((len(x), outputs))
+    library.multiply(ctypes.byref(linear), x.data_ptr(), len(x), out.data_ptr())
+    return out
