@@ -7,6 +7,7 @@ its inputs, runs, and says what the next step needs.
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -161,7 +162,7 @@ class _Steps:
         tokens = torch.tensor([list(ids)], device=self._device)
         self._kwargs = {"use_cache": self.cached}
         if "attention_mask" in self._takes:
-            self._kwargs["attention_mask"] = torch.ones_like(tokens)
+            self._kwargs["attention_mask"] = None if _no_mask_of_ones() else torch.ones_like(tokens)
         if "position_ids" in self._takes:
             self._kwargs["position_ids"] = torch.arange(len(ids), device=self._device)[None]
         supports = getattr(self._model, "_supports_default_dynamic_cache", None)
@@ -186,3 +187,13 @@ class _Steps:
         self._kwargs = self._model._update_model_kwargs_for_generation(outputs, self._kwargs)
         logits: Tensor = outputs.logits[:, -1]
         return logits
+
+
+@functools.cache
+def _no_mask_of_ones() -> bool:
+    """Whether this release of transformers leaves out a mask without padding.
+
+    It does so since `_prefill` reads `_mask_length` instead; some models then build masks of another size.
+    """
+    prefill = getattr(GenerationMixin, "_prefill", None)
+    return prefill is not None and "_mask_length" in prefill.__code__.co_consts
