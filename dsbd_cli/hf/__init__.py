@@ -161,8 +161,8 @@ def _output(input_ids: Tensor, config: Any, results: list[Result], options: Opti
     Args:
         input_ids: int64 [B, L], one row a prompt.
     """
-    copies, eos = options.copies, options.eos_ids
-    pad = config.pad_token_id if config.pad_token_id is not None else (eos[0] if eos else 0)
+    copies = options.copies
+    pad = _filler(config, options)
     answers: list[list[int]] = []
     scores: list[float] = []
     for result in results:
@@ -171,7 +171,7 @@ def _output(input_ids: Tensor, config: Any, results: list[Result], options: Opti
         answers += [beam.token_ids for beam in beams]
         scores += [beam.score for beam in beams]
     longest = max(map(len, answers))
-    tail = torch.full((len(answers), longest), int(pad), dtype=input_ids.dtype, device=input_ids.device)
+    tail = torch.full((len(answers), longest), pad, dtype=input_ids.dtype, device=input_ids.device)
     for row, ids in enumerate(answers):
         tail[row, : len(ids)] = torch.tensor(ids, dtype=input_ids.dtype)
     sequences = torch.cat([input_ids.repeat_interleave(copies, 0), tail], dim=1)
@@ -181,3 +181,16 @@ def _output(input_ids: Tensor, config: Any, results: list[Result], options: Opti
 
     output: Any = GenerateBeamDecoderOnlyOutput
     return output(sequences=sequences, sequences_scores=torch.tensor(scores))
+
+
+def _filler(config: Any, options: Options) -> int:
+    """What stands behind an answer that ended: `pad_token_id`, or the first EOS id as the config has them.
+
+    transformers' beam search takes that EOS for a `pad_token_id` of 0 too.
+    """
+    given = config.eos_token_id
+    ends = [] if given is None else [int(given)] if isinstance(given, int) else [int(one) for one in given]
+    pad = config.pad_token_id
+    if ends and (pad is None or (pad == 0 and options.settings.deterministic)):
+        return ends[0]
+    return 0 if pad is None else int(pad)
