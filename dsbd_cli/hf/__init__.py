@@ -20,7 +20,7 @@ from dsbd_cli.decoder import Decoder
 from dsbd_cli.decoding import Finished, Notice, Text
 from dsbd_cli.errors import UserError
 from dsbd_cli.hf.call import running_call
-from dsbd_cli.hf.inputs import check_model, prompts
+from dsbd_cli.hf.inputs import check_model, check_padding, prompts
 from dsbd_cli.hf.kept import Ids, decoder_for, evaluated, forget, kept, tell
 from dsbd_cli.hf.options import Options, read_options
 from dsbd_cli.result import Result
@@ -98,6 +98,9 @@ def generate(
         with kept(model).lock, evaluated(model, draft):
             decoder = decoder_for(model, draft, options.eos_ids, options.settings)
             _check_context(decoder, texts, options)
+            check_padding(
+                model, input_ids, model_kwargs.get("attention_mask"), options.settings.max_new_tokens
+            )
             results = []
             for row, ids in enumerate(texts):
                 run = _events(decoder, ids, _seeded(options.settings, seed, row))

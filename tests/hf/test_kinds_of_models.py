@@ -12,6 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import dsbd_cli
 from dsbd_cli.errors import UserError
+from tests.compat import zoo
 from tests.hf.states import tiny
 
 IDS = torch.tensor([[7, 8, 9, 10]])
@@ -131,3 +132,42 @@ def test_what_no_tree_serves_is_decoded_path_by_path(kind: str, draft: Any) -> N
     for method in ("beam", "dsbd", "speculative", "specinfer"):
         with pytest.raises(UserError, match=f"{kind} .*method multinomial decodes it path by path"):
             model.generate(IDS, method=method, draft_model=draft, max_new_tokens=8, **RUN)
+
+
+@pytest.mark.parametrize(
+    ("name", "ignores"),
+    [
+        ("llama", True),
+        ("opt", True),
+        ("bloom", True),
+        ("mamba", True),
+        ("rwkv", False),
+        ("bart", False),
+        ("xlm", False),
+        ("glm_moe_dsa", False),
+    ],
+)
+def test_padding_that_a_model_does_not_ignore_is_refused(name: str, ignores: bool) -> None:
+    """Learned positions and recurrent state may run over it: the text of a prompt then depends on its neighbours."""
+    model = zoo.build(name)
+    ids = torch.tensor([[0, 0, 0, 7, 8], [9, 10, 11, 12, 13]])
+    mask = torch.tensor([[0, 0, 0, 1, 1], [1, 1, 1, 1, 1]])
+    own = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0, "eos_token_id": 39}
+    theirs = model.generate(ids, attention_mask=mask, **own)
+    alone = model.generate(ids[:1, 3:], **own)
+    same = theirs[0, 5:].tolist()[: alone.shape[1] - 2] == alone[0, 2:].tolist()
+    assert same == ignores  # else this model is no example
+    run = own | RUN | {"method": "multinomial"}
+    assert model.generate(ids[:1, 3:], **run).tolist() == alone.tolist()
+    if ignores:
+        assert model.generate(ids, attention_mask=mask, **run).tolist() == theirs.tolist()
+    else:
+        with pytest.raises(UserError, match=r"does not ignore padding.* one prompt a call"):
+            model.generate(ids, attention_mask=mask, **run)
+
+
+def test_no_limit_may_be_written_as_a_negative_number() -> None:
+    model = zoo.build("xlnet")
+    assert model.config.max_position_embeddings < 0
+    theirs = model.generate(IDS, do_sample=False, max_new_tokens=4)
+    assert model.generate(IDS, method="multinomial", max_new_tokens=4, **RUN).tolist() == theirs.tolist()
