@@ -154,7 +154,8 @@ class _Steps:
         self._takes = set(inspect.signature(model.forward).parameters)
         # What this transformers hands to every model; many take it as further keywords.
         self._prepares = set(inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters)
-        self._cache = next((name for name in ("cache", "past_key_values") if name in self._takes), None)
+        # By this transformers' name for it: XLM of 5.17 takes a `cache` of its own kind.
+        self._cache = "cache" if "cache" in self._prepares else "past_key_values"
         self._kwargs: dict[str, Any] = {}
 
     def begin(self, ids: Sequence[int]) -> Tensor:
@@ -166,7 +167,7 @@ class _Steps:
         if "position_ids" in self._takes:
             self._kwargs["position_ids"] = torch.arange(len(ids), device=self._device)[None]
         supports = getattr(self._model, "_supports_default_dynamic_cache", None)
-        if self.cached and self._cache is not None and (supports is None or supports()):
+        if self.cached and (supports is None or supports()):
             self._kwargs[self._cache] = DynamicCache(config=self._model.config.get_text_config(decoder=True))
         return self._run(tokens, None, first=True)
 
