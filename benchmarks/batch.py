@@ -38,8 +38,9 @@ def parser() -> argparse.ArgumentParser:
     pairs.add_pair(result)
     result.add_argument("--input", type=Path, required=True, help="prompts, as for dsbd generate --input")
     result.add_argument("--limit", type=int, default=256, help="of them (default %(default)s)")
-    result.add_argument("--few", type=int, default=32,
-                        help="prompts for arms of at most 2 at a time and for Hugging Face (default %(default)s)")  # fmt: skip
+    result.add_argument(
+        "--few", type=int, default=32, help="prompts for arms of at most 2 at a time and for Hugging Face"
+    )
     result.add_argument("--sizes", default="1,2,4,8,16,32,64", help="batch sizes (default %(default)s)")
     result.add_argument("--methods", default="dsbd,beam", help="(default %(default)s)")
     result.add_argument("--one", action="store_true", help="one prompt at a time as well")

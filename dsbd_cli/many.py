@@ -1,7 +1,8 @@
 """Many prompts at a time: one forward of each model over the nodes of all that are under way.
 
 A prompt joins when there is room for all that it can come to need, and leaves at its end. Its answer is
-the one that it gets alone: what it draws and what it sees are its own (docs/design.md section 10).
+the one that it gets alone: what it draws and what it sees are its own (docs/design.md section 10). One
+module, since joining, serving and leaving keep the same few lists in step.
 """
 
 from __future__ import annotations

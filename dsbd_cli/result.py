@@ -29,7 +29,10 @@ class Stats:
         new_tokens: length of the answer's `token_ids`.
         layers: committed layers. target_calls, draft_calls: forwards, prefill left out.
         drafts_examined, drafts_accepted: draft draws looked at (those under dead parents count as
-            rejected, those after the last draw not at all); for `cover` draws, and those in the forest.
+            rejected, those after the last draw not at all), and accepted; for `cover` the target's draws
+            (less those that ended a sequence undrafted), and those that the forest held.
+        acceptance_rate: accepted / examined. Under `cover` no chance that a drafted token is accepted:
+            compare rules by `layers_per_target_call`.
         accepted_by_depth: [layer of the forest] -> [examined, accepted].
         widths, distinct_widths: draws, and distinct sequences, of each committed layer.
         prefill_s, decode_s: seconds inside the engine, what consumes the events left out.

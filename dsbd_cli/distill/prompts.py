@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from dsbd_cli.errors import UserError
+from dsbd_cli.prompts import encode
+from dsbd_cli.settings import Settings
 
 _MARK = "\u2063dsbd\u2063"
 
@@ -97,14 +99,14 @@ def chat_form(tokenizer: Any) -> Form:
 
 
 def encode_prompt(tokenizer: Any, text: str | tuple[dict[str, str], ...]) -> tuple[int, ...]:
-    """Token ids of one prompt: under the chat template where there is one, else plain text with the usual BOS."""
-    if getattr(tokenizer, "chat_template", None):
-        turns = [{"role": "user", "content": text}] if isinstance(text, str) else list(text)
-        return tuple(
-            _ids(tokenizer, tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True))
-        )
-    plain = text if isinstance(text, str) else "\n\n".join(turn["content"] for turn in text)
-    return tuple(tokenizer(plain).input_ids)
+    """Token ids of one prompt, as decoding makes them (`dsbd_cli.prompts`): special words in a turn are text there.
+
+    Without a chat template the turns are one text.
+    """
+    if not isinstance(text, str) and not tokenizer.chat_template:
+        text = "\n\n".join(turn["content"] for turn in text)
+    ids, _ = encode(text, tokenizer, Settings(), len(tokenizer))
+    return tuple(ids)
 
 
 def _ids(tokenizer: Any, text: str) -> list[int]:

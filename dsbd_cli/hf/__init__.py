@@ -20,7 +20,7 @@ from dsbd_cli.decoder import Decoder
 from dsbd_cli.decoding import Finished, Notice, Text
 from dsbd_cli.errors import UserError
 from dsbd_cli.hf.call import running_call
-from dsbd_cli.hf.inputs import check_model, prompts
+from dsbd_cli.hf.inputs import check_model, check_padding, prompts
 from dsbd_cli.hf.kept import Ids, decoder_for, evaluated, forget, kept, tell
 from dsbd_cli.hf.options import Options, read_options
 from dsbd_cli.result import Result
@@ -100,6 +100,9 @@ def generate(
         with kept(model).lock, evaluated(model, draft):
             decoder = decoder_for(model, draft, options.eos_ids, options.settings)
             _check_context(decoder, texts, options)
+            check_padding(
+                model, input_ids, model_kwargs.get("attention_mask"), options.settings.max_new_tokens
+            )
             results = []
             for row, ids in enumerate(texts):
                 run = _events(decoder, ids, _seeded(options.settings, seed, row))
@@ -163,8 +166,8 @@ def _output(input_ids: Tensor, config: Any, results: list[Result], options: Opti
     Args:
         input_ids: int64 [B, L], one row a prompt.
     """
-    copies, eos = options.copies, options.eos_ids
-    pad = config.pad_token_id if config.pad_token_id is not None else (eos[0] if eos else 0)
+    copies = options.copies
+    pad = _filler(config, options)
     answers: list[list[int]] = []
     scores: list[float] = []
     for result in results:
@@ -173,7 +176,7 @@ def _output(input_ids: Tensor, config: Any, results: list[Result], options: Opti
         answers += [beam.token_ids for beam in beams]
         scores += [beam.score for beam in beams]
     longest = max(map(len, answers))
-    tail = torch.full((len(answers), longest), int(pad), dtype=input_ids.dtype, device=input_ids.device)
+    tail = torch.full((len(answers), longest), pad, dtype=input_ids.dtype, device=input_ids.device)
     for row, ids in enumerate(answers):
         tail[row, : len(ids)] = torch.tensor(ids, dtype=input_ids.dtype)
     sequences = torch.cat([input_ids.repeat_interleave(copies, 0), tail], dim=1)
@@ -183,3 +186,16 @@ def _output(input_ids: Tensor, config: Any, results: list[Result], options: Opti
 
     output: Any = GenerateBeamDecoderOnlyOutput
     return output(sequences=sequences, sequences_scores=torch.tensor(scores))
+
+
+def _filler(config: Any, options: Options) -> int:
+    """What stands behind an answer that ended: `pad_token_id`, or the first EOS id as the config has them.
+
+    transformers' beam search takes that EOS for a `pad_token_id` of 0 too.
+    """
+    given = config.eos_token_id
+    ends = [] if given is None else [int(given)] if isinstance(given, int) else [int(one) for one in given]
+    pad = config.pad_token_id
+    if ends and (pad is None or (pad == 0 and options.settings.deterministic)):
+        return ends[0]
+    return 0 if pad is None else int(pad)

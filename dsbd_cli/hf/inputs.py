@@ -17,6 +17,9 @@ _CACHES = ("past_key_values", "cache", "cache_params")
 _HARMLESS = {"attention_mask", "position_ids", "cache_position", "logits_to_keep", "num_logits_to_keep", "use_cache",
              "return_dict", *_CACHES}  # fmt: skip
 
+# Tokens, and as many of padding, that tell whether a model ignores padding.
+_PROBE = 8
+
 
 def check_model(model: Any) -> None:
     """Refuse models whose own `generate` computes more than their forward says.
@@ -113,3 +116,57 @@ def _check_positions(ids: Tensor, mask: Tensor, positions: Any, cache_position: 
             raise UserError("position_ids other than those of the padding are not offered (packed prompts)")
     if cache_position is not None and cache_position.tolist() != list(range(ids.shape[1])):
         raise UserError("cache_position is not offered")
+
+
+@torch.inference_mode()
+def check_padding(model: Any, input_ids: Tensor, mask: Any, new: int) -> None:
+    """Refuse padding that the model does not ignore: here each prompt is decoded without it.
+
+    Recurrent state and learned positions may run over it. The last few tokens of the row with the most padding
+    are computed with and without it; `model` is in eval mode. Sparse attention may choose it for one of its keys.
+
+    Args:
+        new: tokens to be generated.
+
+    Raises:
+        UserError: the model's logits depend on padding.
+    """
+    if mask is None or bool((mask != 0).all()):
+        return
+    keys = getattr(model.config.get_text_config(), "index_topk", None)
+    if keys is not None and input_ids.shape[1] + new > keys:
+        raise _not_ignored(model)
+    row = int((mask != 0).sum(-1).argmin())
+    kept = (mask[row] != 0).to(input_ids.device)
+    end = input_ids[row][kept][-_PROBE:]
+    pads = min(_PROBE, int((~kept).sum()))
+    padded = torch.cat([input_ids[row][~kept][:pads], end])
+    seen = torch.cat([torch.zeros(pads, dtype=torch.long), torch.ones(len(end), dtype=torch.long)]).to(
+        end.device
+    )
+    try:
+        alone, beside = (_last_logits(model, *pair) for pair in ((end, torch.ones_like(end)), (padded, seen)))
+    except Exception:  # what the modelling code makes of a mask; its own `generate` would say the same
+        return
+    # Rounding is below both, and what padding does to a model that reads it is far above.
+    allowed = 0.02 if alone.dtype in (torch.float32, torch.float64) else 0.25
+    alone, beside = alone.float(), beside.float()
+    if float((alone - beside).abs().mean()) > allowed * float(alone.std()):
+        raise _not_ignored(model)
+
+
+def _not_ignored(model: Any) -> UserError:
+    return UserError(
+        f"{type(model).__name__} does not ignore padding, so its text depends on the other prompts of a batch: "
+        "give one prompt a call"
+    )
+
+
+def _last_logits(model: Any, ids: Tensor, mask: Tensor) -> Tensor:
+    """[V'] behind one sequence whose first tokens `mask` may hide, as the model's own `generate` would begin."""
+    takes = inspect.signature(model.forward).parameters
+    options = {"attention_mask": mask[None], "position_ids": (mask.cumsum(-1) - 1).clamp(min=0)[None]}
+    given = {name: value for name, value in options.items() if name in takes}
+    inputs = model.prepare_inputs_for_generation(ids[None], use_cache=False, **given)
+    logits: Tensor = model(**inputs, return_dict=True).logits[0, -1]
+    return logits

@@ -16,7 +16,7 @@ _MODES = {"greedy_search", "sample", "beam_search", "beam_sample"}
 _OFF = {
     "RepetitionPenaltyLogitsProcessor": "repetition_penalty=1.0",
     "NoRepeatNGramLogitsProcessor": "no_repeat_ngram_size=0",
-    "MinLengthLogitsProcessor": "min_length=0",
+    "MinLengthLogitsProcessor": "min_length=0, min_new_tokens=0",
     "MinNewTokensLengthLogitsProcessor": "min_new_tokens=0",
     "TypicalLogitsWarper": "typical_p=1.0",
     "EpsilonLogitsWarper": "epsilon_cutoff=0.0",

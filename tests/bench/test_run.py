@@ -168,6 +168,43 @@ def test_another_model_does_not_mix_in(tmp_path):
     assert len(read_results(tmp_path / "out")) == lines  # the cut item's too
 
 
+def test_a_finished_run_is_not_that_of_other_models(tmp_path):
+    """Another pair, a pair that is not there, and weights replaced in place are told though nothing is left to do."""
+    from dsbd_cli.bench.plan import Options
+    from dsbd_cli.cli.options import Chosen
+
+    for name in ("t", "d", "other"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "model.safetensors").write_text(name)
+
+    def again(weights="0", **pair):
+        spec = {"target": str(tmp_path / "t"), "draft": str(tmp_path / "d"), **pair}
+        options = Options("spider", out=tmp_path / "out", limit=2, methods="beam,dsbd")
+        made = make_plan(options, Chosen(None, spec, {"max_new_tokens": 32}))
+        backend = FakeBackend()
+        facts = backend.facts()
+        facts["target"] = {**facts["target"], "weights": weights}
+        backend.facts = lambda: facts
+        return run(made, backend)
+
+    assert again().calls
+    before = results(tmp_path / "out")
+    assert not again().calls
+    for change in ({"target": str(tmp_path / "gone")}, {"draft": str(tmp_path / "gone")}):
+        with pytest.raises(UserError, match="gone: no such folder"):
+            again(**change)
+    for name in ("target", "draft"):
+        with pytest.raises(UserError, match=rf"begun with another .*{name}"):
+            again(**{name: str(tmp_path / "other")})
+        with pytest.raises(UserError, match=rf"begun with another .*{name}_dtype \(auto, now bfloat16\)"):
+            again(**{f"{name}_dtype": "bfloat16"})
+    (tmp_path / "t" / "model.safetensors").write_text("x")
+    with pytest.raises(UserError, match=r"models\.target\.weights \(0, now 1\)"):
+        again(weights="1")
+    assert results(tmp_path / "out") == before
+    assert not again().calls  # the same weights, written anew
+
+
 def test_a_failure_keeps_what_was_measured(tmp_path):
     with pytest.raises(RunError, match="NaN"):
         run(plan(tmp_path / "out"), FakeBackend(stop_after=5, error=RunError("NaN in the target")))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -11,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from scipy import stats
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from dsbd_cli.decoder import Decoder
 from dsbd_cli.settings import Settings
@@ -129,3 +130,49 @@ def builders_ids(text: str) -> list[int]:
     from tests.cli.test_options import builders_ids as ids
 
     return ids(text)
+
+
+@pytest.mark.parametrize("copy", [False, True], ids=["one folder", "two folders"])
+@pytest.mark.parametrize("method", ["speculative", "specinfer"])
+def test_the_same_model_as_draft_is_always_accepted(method: str, copy: bool, tmp_path: Path) -> None:
+    """Every proposal is: none is multiplied in int8, and one sequence's sums are the other's."""
+    target = str(tmp_path / "t")
+    model: Any = builders.rand(target, tie_word_embeddings=False, eos_token_id=None)
+    with torch.no_grad():
+        model.lm_head.weight.mul_(40)  # far from flat, so that int8 would tell
+    model.save_pretrained(target)
+    draft = str(shutil.copytree(target, tmp_path / "copy")) if copy else target
+    decoder = Decoder.from_pair(target, draft, dtype="float32", device="cpu")
+    assert decoder.draft is not None
+    assert not decoder.draft._forward.int8
+    examined = 0
+    for seed in range(4):
+        settings = Settings(method=method, top_k=0, top_p=1.0, max_new_tokens=32, seed=seed)
+        found = decoder.generate("a prompt", settings).stats
+        examined += found.drafts_examined
+        # (A sum over other slots rounds otherwise: a proposal may be refused by a hair, once in millions.)
+        assert found.acceptance_rate == 1.0
+    assert examined > 60
+
+
+def test_an_architecture_without_a_tree_says_what_works_and_does_it(dsbd: Call, models: Models) -> None:
+    folder = models("rand", "bloom", hidden_size=32, n_layer=2, n_head=4)
+    command = ["generate", "hello", "--target", folder, "--dtype", "float32", "--max-new-tokens", "8"]
+    for method in ("beam", "dsbd", "speculative", "specinfer"):
+        refused = dsbd(*command, "--draft", models("rand"), "--method", method)
+        refused.refused("bloom uses ALiBi", "method multinomial decodes it path by path")
+    ran = dsbd(*command, "--method", "multinomial", "--temperature", "0", "--json")
+    model: Any = AutoModelForCausalLM.from_pretrained(folder).eval()
+    ids = torch.tensor([AutoTokenizer.from_pretrained(folder)("hello").input_ids])
+    theirs = model.generate(ids, do_sample=False, max_new_tokens=8)[0, ids.shape[1] :]
+    assert ran.code == 0, ran.err
+    assert ran.json["token_ids"] == theirs.tolist()
+    assert any("path by path" in note for note in ran.json["stats"]["notes"])
+
+
+def test_a_layer_that_can_never_pass_is_noted(dsbd: Call, models: Models) -> None:
+    command = ["generate", "hello", *pair(models("rand"), models("rand", seed=1)), "--max-new-tokens", "4"]
+    paper = [*command, "--verify", "paper", "--width", "4", "--draft-width", "3"]
+    assert "draft-width 3 is below the 4 draws" in dsbd(*paper, "--threshold", "none").err
+    for works in (["--draft-width", "4"], ["--verify", "cover"], ["--threshold", "0.9", "--min-width", "3"]):
+        assert "is below the" not in dsbd(*paper, "--threshold", "none", *works).err, works

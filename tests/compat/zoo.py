@@ -26,17 +26,20 @@ _BY_VALUE: dict[int, str] = {
         shared_intermediate_size""",
     2: """num_hidden_layers n_layer num_layers n_layers decoder_layers encoder_layers num_key_value_heads num_kv_heads
         num_experts_per_tok num_experts_per_token moe_k moe_topk moe_top_k n_mamba_heads index_n_heads num_codebooks
-        linear_num_key_heads linear_num_value_heads pad_token_id""",
+        linear_num_key_heads linear_num_value_heads pad_token_id swa_num_key_value_heads""",
     4: """num_attention_heads n_head n_heads num_heads decoder_attention_heads encoder_attention_heads num_experts
-        num_local_experts n_routed_experts moe_num_experts rotary_dim time_step_rank""",
+        num_local_experts n_routed_experts moe_num_experts rotary_dim time_step_rank
+        swa_num_attention_heads index_topk d_rel rel_extent floor_scale log_scaling_n_floor""",
     8: """head_dim kv_channels qk_rope_head_dim qk_nope_head_dim v_head_dim state_size mamba_d_state mamba_n_heads
         mamba_d_head mamba_num_heads mamba_head_dim ssm_state_size adapter_rank hidden_size_per_layer_input
-        linear_key_head_dim linear_value_head_dim o_lora_rank""",
+        linear_key_head_dim linear_value_head_dim o_lora_rank
+        swa_head_dim""",
     16: "q_lora_rank kv_lora_rank qk_head_dim attention_window_size index_head_dim",
-    128: "max_position_embeddings n_positions n_ctx max_seq_len seq_length index_topk",
+    WINDOW: "sliding_window sliding_window_size attention_chunk_size local_attention keep_window_size",
+    128: "max_position_embeddings n_positions n_ctx max_seq_len seq_length",
     1: """n_group topk_group n_shared_experts first_k_dense_replace mamba_n_groups n_groups eos_token_id
         max_window_layers""",
-    0: "bos_token_id mtp_num_layers num_nextn_predict_layers",
+    0: "bos_token_id num_kv_shared_layers mtp_num_layers num_nextn_predict_layers",
 }
 _SIZES: dict[str, Any] = {name: value for value, names in _BY_VALUE.items() for name in names.split()}
 _SIZES |= {
@@ -58,7 +61,30 @@ _OWN: dict[str, dict[str, Any]] = {
     "mamba2": {"num_heads": 8},
     "bamba": {"attn_layer_indices": [1]},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
-    "granitemoehybrid": {"layer_types": ["mamba", "attention"]},
+    "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"]},
+    "zamba2": {"layers_block_type": ["mamba", "hybrid"], "n_mamba_heads": 8},
+    "qwen4_exp_text": {
+        "indexer_budget": 8,
+        "indexer_compress_ratio": 2,
+        "indexer_n_heads": 4,
+        "indexer_kv_heads": 1,
+        "indexer_head_dim": 8,
+        "ngram_vocab_size_base": 40,
+        "split_ngram_parts": 2,
+        "hc_lowrank": 8,
+    },
+    "cohere_compass_text": {
+        "layer_types": ["sliding_attention", "full_attention"],
+        "rope_parameters": {
+            key: {"rope_type": "default", "rope_theta": 10000.0}
+            for key in ("sliding_attention", "full_attention")
+        },
+    },
+    "zaya": {"num_experts_per_tok": 1},
+    "xlstm": {"hidden_size": 64, "num_heads": 4, "qk_dim_factor": 1.0},
+    "roc_bert": {"pronunciation_vocab_size": 40, "shape_vocab_size": 40},
+    "inkling2_text": {"unpadded_vocab_size": VOCAB, "vocab_size": VOCAB},
+    "inkling2_loop_text": {"unpadded_vocab_size": VOCAB, "vocab_size": VOCAB},
     "recurrent_gemma": {"block_types": ["recurrent", "attention"]},
     "falcon_h1": {"mamba_d_ssm": 64},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
@@ -121,7 +147,13 @@ def _sizes(kind: Any, usual: Any, name: str, without: tuple[str, ...]) -> dict[s
         if isinstance(getattr(usual, field, None), int):
             sizes[field] = WINDOW
     kinds = getattr(usual, "layer_types", None)
-    if isinstance(kinds, (list, tuple)) and len(kinds) > 2 and "layer_types" in known - {*without}:
+    ours = "layer_types" in _OWN.get(name, {})
+    if (
+        isinstance(kinds, (list, tuple))
+        and len(kinds) > 2
+        and not ours
+        and "layer_types" in known - {*without}
+    ):
         # One of each kind, so that none goes untried.
         sizes["layer_types"] = list(dict.fromkeys(kinds))
         sizes |= dict.fromkeys((field for field in _LAYERS if field in sizes), len(sizes["layer_types"]))

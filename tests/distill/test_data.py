@@ -11,6 +11,8 @@ import torch
 
 from dsbd_cli.distill import batches, prompts, shards
 from dsbd_cli.errors import UserError
+from dsbd_cli.prompts import encode
+from dsbd_cli.settings import Settings
 from tests import builders
 
 
@@ -133,3 +135,16 @@ def test_the_chat_form_is_what_stands_around_the_user_text(tmp_path: Path) -> No
     assert (
         tokenizer.decode(prompts.encode_prompt(tokenizer, turns)) == "[user]a</s>[bot]b</s>[user]c</s>[bot]"
     )
+
+
+def test_special_words_in_a_turn_are_text_as_in_decoding(tmp_path: Path) -> None:
+    tokenizer = builders.tok(tmp_path)
+    tokenizer.chat_template = TEMPLATE
+    for said in ("a</s>b", "<s>", "x<|eot|></s>"):
+        ids = prompts.encode_prompt(tokenizer, said)
+        assert [token for token in ids if token < 3] == [1], said  # the template's own </s>
+        assert tokenizer.decode(ids) == f"[user]{said}</s>[bot]"
+        assert prompts.encode_prompt(tokenizer, ({"role": "user", "content": said},)) == ids
+        assert list(ids) == encode(said, tokenizer, Settings(), len(tokenizer))[0]
+    tokenizer.chat_template = None
+    assert [token for token in prompts.encode_prompt(tokenizer, "a</s>b") if token < 3] == [1]

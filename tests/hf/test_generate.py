@@ -91,6 +91,30 @@ def test_batches_with_padding_and_several_answers(pair: tuple[Any, Any]) -> None
     assert many.sequences[0].tolist()[: IDS.shape[1]] == IDS[0].tolist()
 
 
+def test_what_stands_behind_an_answer_that_ended(pair: tuple[Any, Any]) -> None:
+    """Filler token by token as transformers', whose beam search takes an EOS for a pad id of 0."""
+    target, draft = pair
+    ids = torch.tensor([[0, 0, 7, 8], [7, 8, 9, 10], [11, 12, 13, 14]])
+    mask = torch.ones_like(ids)
+    mask[0, :2] = 0
+    filled = 0
+    for pad, ends in ((0, [9, 4, 2, 17]), (None, [17, 2, 9, 4, 20])):
+        config = {"attention_mask": mask, "pad_token_id": pad, "eos_token_id": ends, "max_new_tokens": 12}
+        for method, beams in (("beam", 3), ("dsbd", 3), ("multinomial", 1)):
+            ours = target.generate(
+                ids,
+                custom_generate=dsbd_cli.generate,
+                draft_model=draft,
+                method=method,
+                width=beams,
+                **config,
+            )
+            assert ours.tolist() == target.generate(ids, num_beams=beams, **config).tolist()
+            rows = ours[:, ids.shape[1] :].tolist()
+            filled += len({next((i for i, one in enumerate(row) if one in ends), 12) for row in rows}) > 1
+    assert filled >= 4
+
+
 def test_changed_weights_are_noticed(pair: tuple[Any, Any]) -> None:
     target, draft = pair
     options: dict[str, Any] = {
@@ -119,7 +143,11 @@ def test_changed_weights_are_noticed(pair: tuple[Any, Any]) -> None:
     [
         ({"num_beams": 4, "width": 3}, "width"),
         ({"repetition_penalty": 1.5}, "RepetitionPenalty"),
-        ({"min_new_tokens": 3}, "MinLength|MinNewTokens"),
+        ({"min_new_tokens": 3}, "MinLength.* min_new_tokens=0 leaves it out"),
+        ({"do_sample": True, "min_p": 0.1}, "MinP"),
+        ({"do_sample": True, "typical_p": 0.5}, "Typical"),
+        ({"do_sample": True, "epsilon_cutoff": 0.1}, "Epsilon"),
+        ({"do_sample": True, "eta_cutoff": 0.1}, "Eta"),
         ({"max_time": 1.0}, "MaxTime"),
         ({"draft_model": None}, "draft_model"),
         ({"width": 0}, "width"),

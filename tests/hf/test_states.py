@@ -8,6 +8,8 @@ from transformers import TextIteratorStreamer
 
 import dsbd_cli
 from dsbd_cli.errors import UserError
+from dsbd_cli.hf import forget
+from dsbd_cli.hf.kept import kept
 from tests.hf.states import KINDS, Program, tiny
 
 IDS = torch.tensor([[7, 8, 9, 10]])
@@ -53,6 +55,54 @@ def test_inputs_that_change_the_text_are_refused_and_flags_come_back() -> None:
     flags = [module.training for module in model.modules()]
     model.generate(IDS, **run)
     assert [module.training for module in model.modules()] == flags
+
+
+def test_flags_come_back_after_an_error_of_either_model_at_any_time() -> None:
+    """An error at load, in the prompt's forward and in the middle of an answer; two submodules differ."""
+    target, draft = tiny("gpt2", 0), tiny("llama", 1)
+    for model in (target, draft):
+        model.train()
+    target.transformer.h[0].eval()
+    draft.lm_head.eval()
+    flags = [module.training for model in (target, draft) for module in model.modules()]
+    for broken, after in ((target, 0), (draft, 0), (target, 12), (draft, 12)):
+        calls = 0
+
+        def fail(*_: object, after: int = after) -> None:
+            nonlocal calls
+            calls += 1
+            if calls > after:
+                raise RuntimeError("out of order")
+
+        handle = broken.register_forward_pre_hook(fail)
+        with pytest.raises((RuntimeError, UserError), match="out of order"):
+            target.generate(
+                IDS, custom_generate=dsbd_cli.generate, draft_model=draft, width=3, max_new_tokens=40
+            )
+        handle.remove()
+        assert flags == [module.training for model in (target, draft) for module in model.modules()]
+    ours = target.generate(
+        IDS, custom_generate=dsbd_cli.generate, draft_model=draft, width=3, max_new_tokens=8
+    )
+    assert flags == [module.training for model in (target, draft) for module in model.modules()]
+    assert ours.tolist() == target.eval().generate(IDS, num_beams=3, max_new_tokens=8).tolist()
+
+
+def test_forget_works_on_the_wrapper_and_on_what_it_wraps() -> None:
+    peft = pytest.importorskip("peft")
+    for of in ("wrapper", "inside"):
+        base = tiny("llama", 0)
+        config = peft.LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=False)
+        wrapped = peft.get_peft_model(base, config).eval()
+        run = {"custom_generate": dsbd_cli.generate, "method": "beam", "width": 3, "max_new_tokens": 8}
+        wrapped.generate(input_ids=IDS, **run)
+        assert kept(base).decoder is not None
+        forget(wrapped if of == "wrapper" else base)
+        assert kept(base).decoder is None
+        with torch.no_grad():
+            base.lm_head.weight.data[3:6] *= -1
+        ours = wrapped.generate(input_ids=IDS, **run)
+        assert ours.tolist() == wrapped.generate(input_ids=IDS, num_beams=3, max_new_tokens=8).tolist()
 
 
 def test_a_draft_of_another_size_changes_nothing() -> None:

@@ -100,4 +100,4 @@ def layer_kinds(config: Any) -> list[str]:
 def context_limit(model: Any) -> int | None:
     """Tokens that the model has positions for, or None where its config names no limit."""
     limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    return int(limit) if limit else None
+    return int(limit) if limit and limit > 0 else None  # XLNet says -1

@@ -5,7 +5,8 @@ the logits of every node; then layers are committed for as long as their target 
 sampling is this loop without a forest, speculative sampling is it with one beam and one draw a layer.
 
 The rules themselves are in `law/verification.py`; where an engine runs whole iterations on the device
-(`device/pipeline.py`), it decides what this page decides, from the same random numbers.
+(`device/pipeline.py`), it decides what this page decides, from the same random numbers. One module, since
+the loop, the run that it works on and how its needs are served are read together.
 """
 
 from __future__ import annotations

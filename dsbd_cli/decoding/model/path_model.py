@@ -7,6 +7,7 @@ its inputs, runs, and says what the next step needs.
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -150,7 +151,8 @@ class _Steps:
         self._takes = set(inspect.signature(model.forward).parameters)
         # What this transformers hands to every model; many take it as further keywords.
         self._prepares = set(inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters)
-        self._cache = next((name for name in ("cache", "past_key_values") if name in self._takes), None)
+        # By this transformers' name for it: XLM of 5.17 takes a `cache` of its own kind.
+        self._cache = "cache" if "cache" in self._prepares else "past_key_values"
         self._kwargs: dict[str, Any] = {}
 
     def begin(self, ids: Sequence[int]) -> Tensor:
@@ -160,11 +162,11 @@ class _Steps:
         tokens = torch.tensor([list(ids)], device=self._device)
         self._kwargs = {"use_cache": self.cached}
         if "attention_mask" in self._takes:
-            self._kwargs["attention_mask"] = torch.ones_like(tokens)
+            self._kwargs["attention_mask"] = None if _no_mask_of_ones() else torch.ones_like(tokens)
         if "position_ids" in self._takes:
             self._kwargs["position_ids"] = torch.arange(len(ids), device=self._device)[None]
         supports = getattr(self._model, "_supports_default_dynamic_cache", None)
-        if self.cached and self._cache is not None and (supports is None or supports()):
+        if self.cached and (supports is None or supports()):
             self._kwargs[self._cache] = DynamicCache(config=self._model.config.get_text_config(decoder=True))
         return self._run(tokens, None, first=True)
 
@@ -185,3 +187,13 @@ class _Steps:
         self._kwargs = self._model._update_model_kwargs_for_generation(outputs, self._kwargs)
         logits: Tensor = outputs.logits[:, -1]
         return logits
+
+
+@functools.cache
+def _no_mask_of_ones() -> bool:
+    """Whether this release of transformers leaves out a mask without padding.
+
+    It does so since `_prefill` reads `_mask_length` instead; some models then build masks of another size.
+    """
+    prefill = getattr(GenerationMixin, "_prefill", None)
+    return prefill is not None and "_mask_length" in prefill.__code__.co_consts

@@ -1,7 +1,8 @@
 """One model that serves many requests: a region of its buffers each, and one forward for the nodes of all.
 
 A request's tree, its logits and its counts are its own (`RequestModel` is a `TreeModel` like any other);
-what it shares are weights, buffers and forwards. docs/design.md section 10.
+what it shares are weights, buffers and forwards. docs/design.md section 10. One module, since a request's
+view and what serves it are two sides of one thing.
 """
 
 from __future__ import annotations

@@ -75,6 +75,22 @@ def test_a_hair_more_takes_one_entry_more_and_a_hair_less_none_fewer(rule: Rule,
     assert len(rule(EQUAL, top_p - 1e-9)) == 8 * top_p
 
 
+@pytest.mark.parametrize(
+    ("count", "top_p", "stay"), [(10, 0.9, 9), (10, 0.3, 3), (20, 0.85, 17), (40, 0.7, 28)]
+)
+def test_tenths_whose_sums_round(rule: Rule, count: int, top_p: float, stay: int) -> None:
+    """Sums of tenths are off by a last bit, which keeps no tenth of ten equal tokens at top-p 0.9."""
+    assert len(rule(np.full((1, count), 1 / count), top_p)) == stay
+
+
+@pytest.mark.parametrize("tau", [1e-6, 1e-307, 5e-324])
+@pytest.mark.parametrize("top_p", [1.0, 0.9])
+def test_a_tiny_temperature_leaves_whole_rows_their_best(tau: float, top_p: float) -> None:
+    logps = torch.tensor([[-50.0, -1.0, -3.0, -torch.inf], [-1.5, -700.0, -2.0, -1.2]])
+    support = dense_joint([-500.0, -500.3], logps, LogitsProcessor(tau, top_p=top_p))
+    assert (support.parent.tolist(), support.token.tolist(), support.prob.tolist()) == ([0], [1], [1.0])
+
+
 def test_more_equal_entries_than_are_sorted_first() -> None:
     """2,048 entries, of which a head of exactly the 1,024 that the host sorts at first, and of one more."""
     flat = np.full((2, 1024), 1 / 2048)
