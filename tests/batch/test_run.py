@@ -12,8 +12,9 @@ import pytest
 import torch
 
 from dsbd_cli import Decoder, Settings
+from dsbd_cli.batch.decode import Running, decode_items
 from dsbd_cli.batch.items import Item, item_seed
-from dsbd_cli.batch.run import decode_item, run_file, weights
+from dsbd_cli.batch.run import run_file, weights
 from dsbd_cli.errors import RunError, UserError
 from tests import builders
 from tests.batch.killer import Loaded, unmeasured
@@ -47,6 +48,13 @@ def prompts(folder: Path, count: int = 6) -> Path:
 
 
 SETTINGS = Settings(seed=3, max_new_tokens=10)
+
+
+def decode_item(decoder: Decoder, settings: Settings, seed: int, item: Item) -> tuple[dict[str, Any], Any]:
+    """The record of one prompt alone, as a batch makes it."""
+    with Running(decoder, "auto", lambda line: None) as running:
+        ((_, record, result),) = decode_items(decoder, settings, seed, [item], running)
+    return record, result
 
 
 def test_a_record_is_what_generate_gives_for_that_prompt_and_seed(decoder: Decoder, tmp_path: Path) -> None:

@@ -1,7 +1,8 @@
 """The law where the logits lie, in tensor operations of fixed shapes that a CUDA graph can hold.
 
 The same distribution as `law.distribution.joint` and `Sampler.sample`, and the rule `cover`
-(docs/design.md sections 1 to 3). What comes out is what was drawn from: that keeps the output exact.
+(docs/design.md sections 1 to 3). What comes out is what was drawn from: that keeps the output exact. One
+module, since drafting and verifying are the same few steps over other tensors.
 """
 
 from __future__ import annotations

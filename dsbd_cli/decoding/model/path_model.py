@@ -195,5 +195,7 @@ def _no_mask_of_ones() -> bool:
 
     It does so since `_prefill` reads `_mask_length` instead; some models then build masks of another size.
     """
+    from transformers import GenerationMixin  # late: seconds, and only this model needs it
+
     prefill = getattr(GenerationMixin, "_prefill", None)
     return prefill is not None and "_mask_length" in prefill.__code__.co_consts
