@@ -232,6 +232,7 @@ class Batch:
         else:
             self._buffers = Buffers(self.size, slots)
         self._members: list[_Member] = []
+        self._joined: list[_Member] = []  # let in, not begun
         self._prefilling: tuple[list[_Member], Iterator[None]] | None = None
         self._waiting: tuple[int, Planned] | None = None
         self._told = False
@@ -245,9 +246,9 @@ class Batch:
     def close(self) -> None:
         """Leave off whatever is under way."""
         joining = self._prefilling[0] if self._prefilling else []
-        for member in [*self._members, *joining]:
+        for member in [*self._joined, *self._members, *joining]:
             member.leave()
-        self._members, self._prefilling = [], None
+        self._joined, self._members, self._prefilling = [], [], None
         self._buffers.taken = False
         # Captures are dear; elsewhere memory is.
         self.decoder.buffers = self._buffers if self.decoder.target.device.type == "cuda" else None
@@ -256,9 +257,8 @@ class Batch:
     def load(self) -> Load:
         """How things stand."""
         regions = None if self._buffers.target is None else self._buffers.target.regions
-        joining = len(self._prefilling[0]) if self._prefilling else 0
         free, slots = (0, 0) if regions is None else (regions.free, regions.capacity)
-        return Load(len(self._members) + joining, int(self._waiting is not None), free, slots)
+        return Load(self._running(), int(self._waiting is not None), free, slots)
 
     def answers(self, asked: Iterable[Asked | None]) -> Iterator[Answer]:
         """Decode prompts; answers as they come.
@@ -273,7 +273,8 @@ class Batch:
         source, index, more = iter(asked), 0, True
         while more or self._members or self._prefilling or self._waiting:
             joined: list[_Member] = []
-            while more and not self._waiting and self._running() + len(joined) < self.size:
+            self._joined = joined
+            while more and not self._waiting and self._running() < self.size:
                 if not joined and self._running() > 0 and self._running() > self.size - self._group:
                     break
                 one = next(source, False)
@@ -295,7 +296,8 @@ class Batch:
                     index += 1
             if self._waiting is not None and (member := self._admit(*self._waiting)) is not None:
                 joined.append(member)
-            yield from self._refused(bool(joined))
+            yield from self._refused()
+            self._joined = []
             self._prefill(joined)
             for member in self._round():
                 result = member.result(member.run)
@@ -305,7 +307,7 @@ class Batch:
     # Coming and going.
 
     def _running(self) -> int:
-        return len(self._members) + (len(self._prefilling[0]) if self._prefilling else 0)
+        return len(self._joined) + len(self._members) + (len(self._prefilling[0]) if self._prefilling else 0)
 
     def _alone(self, index: int, plan: Planned, prompt: Prompt) -> Answer | None:
         """The answer of a prompt that cannot share forwards, decoded at once; None where it can."""
@@ -344,12 +346,12 @@ class Batch:
         member.trie, member.seed = probe.trie, probe.seed
         return member
 
-    def _refused(self, joined: bool) -> Iterator[Answer]:
+    def _refused(self) -> Iterator[Answer]:
         """A prompt that has to wait though nobody is under way would wait for ever."""
         if self._waiting is None:
             return
         index, plan = self._waiting
-        if self._running() == 0 and not joined:
+        if self._running() == 0:
             self._waiting = None
             slots = most_nodes(plan.settings, len(plan.ids), plan.budget)
             yield Answer(index, None, UserError(

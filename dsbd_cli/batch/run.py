@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import secrets
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -86,12 +87,19 @@ def run_file(
 
         from dsbd_cli.batch.decode import Running, decode_items
 
+        waiting: deque[tuple[int, bytes]] = deque()
+
         def open_() -> Iterator[Item]:
             for item in mine:
                 if item.index not in done:
                     yield item
                 elif shard.world == 1 and (kept := store.kept(item.index)) and item.index >= store.whole:
-                    store.add_line(kept)
+                    waiting.append((item.index, kept))
+
+        def catch_up(index: int) -> None:
+            """Lines that an earlier run left elsewhere take their place among the new ones."""
+            while waiting and waiting[0][0] < index:
+                store.add_line(waiting.popleft()[1])
 
         try:
             with (
@@ -99,10 +107,12 @@ def run_file(
                 BatchProgress(len(mine), resumed, tell, bar=bar) as progress,
             ):
                 for item, record, result in decode_items(decoder, settings, seed, open_(), running):
+                    catch_up(item.index)
                     store.add(item.index, record)
                     refused += result is None
                     results += [] if result is None else [result]
                     progress.step(result, running.load())
+                catch_up(len(items))
         except KeyboardInterrupt:
             there = f"{resumed + refused + len(results)} of {len(mine)} prompts"
             raise Stopped(f"stopped with {there}; the same command goes on") from None

@@ -69,7 +69,9 @@ def test_a_record_is_what_generate_gives_for_that_prompt_and_seed(decoder: Decod
         settings = dataclasses.replace(SETTINGS, seed=item_seed(3, record["index"]))
         alone = decoder.generate(prompt, settings)
         assert record["token_ids"] == alone.token_ids
-        assert record["beams"] == [dataclasses.asdict(beam) for beam in alone.beams]
+        for got, beam in zip(record["beams"], alone.beams, strict=True):
+            assert got["token_ids"] == beam.token_ids
+            assert got["logprob"] == pytest.approx(beam.logprob, abs=1e-4)
         assert record["seed"] == alone.seed
 
 
@@ -123,7 +125,7 @@ def test_a_run_that_breaks_keeps_what_it_has_and_goes_on(
 
     monkeypatch.setattr(decoder, "stream", breaks)
     with pytest.raises(RunError):
-        run_file(chosen, source, out, lambda line: None, bar=False)
+        run_file(chosen, source, out, lambda line: None, bar=False, batch="1")
     assert len(out.read_text().splitlines()) == 3
     monkeypatch.setattr(decoder, "stream", real)
     told: list[str] = []
