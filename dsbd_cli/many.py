@@ -269,15 +269,20 @@ class Batch:
 
         Raises:
             RunError: non-finite logits.
+            UserError: what `asked` raised, once those before it are done.
         """
         source, index, more = iter(asked), 0, True
+        broken: UserError | None = None
         while more or self._members or self._prefilling or self._waiting:
             joined: list[_Member] = []
             self._joined = joined
             while more and not self._waiting and self._running() < self.size:
                 if not joined and self._running() > 0 and self._running() > self.size - self._group:
                     break
-                one = next(source, False)
+                try:
+                    one = next(source, False)
+                except UserError as error:  # those before it are answered first
+                    one, broken = False, error
                 if one is False:
                     more = False
                 elif one is None:
@@ -303,6 +308,8 @@ class Batch:
                 result = member.result(member.run)
                 member.leave()
                 yield Answer(member.index, result, None, member.notes)
+        if broken is not None:
+            raise broken
 
     # Coming and going.
 

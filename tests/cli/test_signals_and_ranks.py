@@ -62,7 +62,8 @@ def test_a_batch_says_how_far_it_was_and_goes_on(
 ) -> None:
     (tmp_path / "in.txt").write_text("one\ntwo\nthree\n")
     command = ["generate", "--input", str(tmp_path / "in.txt"), "--output", str(tmp_path / "out"), "--target",
-               models("rand"), "--method", "beam", "--max-new-tokens", "4", "--seed", "1"]  # fmt: skip
+               models("rand"), "--method", "beam", "--max-new-tokens", "4", "--seed", "1",
+               "--batch", "1"]  # fmt: skip
     with monkeypatch.context() as patch:
         end_at(3, patch)
         ran = dsbd(*command)
