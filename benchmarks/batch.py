@@ -117,7 +117,9 @@ def run(
         tokens = sum(result.stats.new_tokens for result in results)
         latencies = [(one.stats.prefill_s or 0) + (one.stats.decode_s or 0) for one in results]
         calls = sum(result.stats.target_calls for result in results)
-        more = {"layers_per_call": sum(result.stats.layers for result in results) / max(1, calls),
+        pipelines = decoder.buffers.pipelines.values() if size and decoder.buffers else ()
+        more = {"forests": [one.forest_shape for one in pipelines if one is not None]}
+        more |= {"layers_per_call": sum(result.stats.layers for result in results) / max(1, calls),
                 "first": results[0].text[:60], "paths": results[0].stats.paths.get("engine")}  # fmt: skip
     seconds = time.perf_counter() - begin
     return {"method": method, "arm": name, "prompts": len(prompts), "tokens": tokens, "seconds": seconds,
