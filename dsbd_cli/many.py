@@ -48,11 +48,11 @@ _ON_CPU, _ON_GPU = 8, 32
 # Of the memory that is free, what keys and values may take.
 _SHARE = 0.4
 # Mask rows for each, to start with.
-_ROWS = 64
+_ROWS, _CAPTURED_ROWS = 64, 128
 # On a GPU prompts join by this part of the batch at a time.
 _GROUPS = 8
 # Milliseconds of the host for a request's part of an iteration on the device, and for each layer of it.
-_HOST_MS = (0.12, 0.08)
+_HOST_MS = (0.2, 0.1)
 _FULL = "the draft's context is full: going on without a draft, same law"
 _SHARED_ENERGY = "several prompts share the forwards: measure the whole run"
 
@@ -374,7 +374,10 @@ class Batch:
         )
 
     def _shared(self, model: Any, size: int) -> SharedModel:
-        shared = SharedModel(model, self.size * _ROWS, size)
+        on_gpu = model.device.type == "cuda"
+        if on_gpu:  # larger buffers have to be captured anew: leave room for longer prompts than the first
+            size = 1 << (size - 1).bit_length()
+        shared = SharedModel(model, self.size * (_CAPTURED_ROWS if on_gpu else _ROWS), size)
         slots = self._slots
         if slots is None:
             slots = int(free_memory(model.device) * _SHARE / max(1, shared.bytes_per_slot))

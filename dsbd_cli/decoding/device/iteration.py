@@ -172,10 +172,12 @@ class CoverIteration:
         key = self._key([request.space for request in sent if request is not None])
         return self.captures.launch(key, self._packed(sent), lambda block: self._steps(block, *key))
 
-    def wait(self, flight: InFlight) -> list[Outcome]:
-        """Wait for an iteration; what came back of each request."""
+    def wait(self, flight: InFlight, wanted: Sequence[bool] | None = None) -> list[Outcome | None]:
+        """Wait for an iteration; what came back of each request, None where it is not wanted."""
         block, layout = flight.wait(), self.layout
-        return [self._outcome(row, layout) for row in block]
+        if wanted is None:
+            wanted = [True] * len(block)
+        return [self._outcome(row, layout) if one else None for row, one in zip(block, wanted, strict=True)]
 
     def _outcome(self, row: np.ndarray, layout: CoverLayout) -> Outcome:
         def whole(field: Field) -> np.ndarray:

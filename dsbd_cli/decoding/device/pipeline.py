@@ -232,10 +232,11 @@ class Pipeline:
         if len(self._in_flight) == 1:
             self._launch_ahead()
         iteration = self._in_flight.popleft()
-        outcomes = self._iteration.wait(iteration.flight)
+        wanted = [part is not None and not part.void for part in iteration.parts]
+        outcomes = self._iteration.wait(iteration.flight, wanted)
         done: list[tuple[_Part, _Committed]] = []
         for part, outcome in zip(iteration.parts, outcomes, strict=True):
-            if part is None or part.void:
+            if part is None or outcome is None:
                 continue
             lane = part.lane
             lane.target.calls += 1

@@ -214,8 +214,7 @@ class SharedModel:
             self.stores.masks.see(plan.mask_rows[0], torch.tensor(plan.slots, device=self.model.device))
         head = torch.tensor([span.last - 1 for span in spans], device=self.model.device)
         logits = self._run(plans, spans, slots, None, head)
-        for i, request in enumerate(requests):
-            keep_logits(request.rows, [request.root], logits[i : i + 1])
+        self._keep(requests, [[request.root] for request in requests], logits)
 
     def _by_chunks(self, request: RequestModel) -> Iterator[None]:
         count = len(request.ids)
@@ -249,16 +248,21 @@ class SharedModel:
             return
         masks = [self._mask(part.plan) for part in parts]
         logits = self._logits([part.plan for part in parts], masks, [part.keep for part in parts])
-        sizes = [part.request.rows.size for part in parts]
-        best = top_logits(logits, self.model.vocab_size, max(sizes)) if all(sizes) else None
-        at = 0
         for part in parts:
             part.request.calls += 1
-            end = at + len(part.nodes)
+        self._keep([part.request for part in parts], [part.nodes for part in parts], logits)
+
+    def _keep(self, requests: Sequence[RequestModel], nodes: Sequence[list[Node]], logits: Tensor) -> None:
+        """Cache what will be asked of these requests' nodes, whose logits come in order; one copy to the host."""
+        sizes = [request.rows.size for request in requests]
+        best = top_logits(logits, self.model.vocab_size, max(sizes)) if all(sizes) else None
+        at = 0
+        for request, own in zip(requests, nodes, strict=True):
+            end = at + len(own)
             if best is not None:
-                part.request.rows.put_best(part.nodes, best, range(at, end))
+                request.rows.put_best(own, best, range(at, end))
             else:
-                keep_logits(part.request.rows, part.nodes, logits[at:end])
+                keep_logits(request.rows, own, logits[at:end])
             at = end
 
     def _mask(self, plan: Plan) -> Tensor:
