@@ -18,6 +18,8 @@ from dsbd_cli.prices.table import Prices
 _MISS, _RANK, _JOINT = 0.394, 0.35, 0.9
 # Distinct beams among W independent draws, about (measured: 1.36 of 2, 1.8 of 4, 2.66 of 8).
 _DISTINCT = 0.42
+# What iterations with a forest must promise, in times those without.
+_WORTH = 1.1
 
 
 class Shape(NamedTuple):
@@ -181,7 +183,7 @@ def best_iteration(
     width: int,
     max_gamma: int,
     max_draft_width: int,
-    host_ms: tuple[float, float],
+    host_ms: tuple[float, float, float],
 ) -> Shape:
     """`best_forest` for iterations of fixed sizes on a device, which the host commits while the next one runs.
 
@@ -190,9 +192,10 @@ def best_iteration(
 
     Args:
         width: W.
-        host_ms: what the host needs for one request's part of an iteration, and for each layer of it.
+        host_ms: what the host needs for one request's part of an iteration, for each layer of it, and for each
+            node of its forest.
     """
-    best, most = Shape(0, 1), 0.0
+    best, most, plain = Shape(0, 1), 0.0, 0.0
     for shape in [best, *(Shape(gamma, at) for at in acceptance.widths if at <= max_draft_width
                           for gamma in range(1, max_gamma + 1))]:  # fmt: skip
         gamma, inside = shape
@@ -202,8 +205,10 @@ def best_iteration(
             if prices.draft is None:
                 break
             device += prices.draft(requests * 2 * width) + (gamma - 1) * prices.draft(requests * inside)
-        host = requests * (host_ms[0] + host_ms[1] * layers)
+        host = requests * (host_ms[0] + host_ms[1] * layers + host_ms[2] * gamma * inside)
         found = requests * layers / max(device, host)
-        if found > most * (1 + 1e-9):
+        # A draft has to see the prompt as well.
+        if found > most * (1 + 1e-9) and (not gamma or found > _WORTH * plain):
             best, most = shape, found
+        plain = plain or found
     return best
