@@ -20,7 +20,10 @@ def best(requests: int, prices: Prices, host: tuple[float, float, float] = (0.15
 
 def test_forests_shrink_with_the_load_and_end() -> None:
     prices = Prices(TARGET, DRAFT)
-    nodes = [shape.gamma * shape.draft_width for shape in (best(count, prices) for count in (1, 2, 4, 8, 16, 32, 64))]
+    nodes = [
+        shape.gamma * shape.draft_width
+        for shape in (best(count, prices) for count in (1, 2, 4, 8, 16, 32, 64))
+    ]
     assert nodes[0] == 32
     assert nodes == sorted(nodes, reverse=True)
     assert nodes[-1] == 0
