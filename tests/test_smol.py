@@ -61,7 +61,9 @@ def test_cover_is_beam_sampling_token_for_token(smol: Decoder, prompts: list[lis
 def test_default_rule_commits_enough_layers_a_call(smol: Decoder, prompts: list[list[int]]) -> None:
     layers = calls = 0
     for seed, ids in enumerate(prompts[::3]):
-        stats = smol.generate(ids, dataclasses.replace(smol.settings, seed=seed, max_new_tokens=24)).stats
+        stats = smol.generate(
+            ids, dataclasses.replace(smol.settings, seed=seed, max_new_tokens=24, forest="full")
+        ).stats
         layers, calls = layers + stats.layers, calls + stats.target_calls
     assert layers / calls >= 1.7
 

@@ -6,7 +6,8 @@ import dataclasses
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from dsbd_cli.batch.items import AUTO, Item, item_seed
+from dsbd_cli.batch import AUTO
+from dsbd_cli.batch.items import Item, item_seed
 from dsbd_cli.errors import UserError
 from dsbd_cli.many import Answer, Asked, Batch, Load, in_order
 from dsbd_cli.result import Result

@@ -16,9 +16,6 @@ from dsbd_cli.paths import refuse_special
 from dsbd_cli.prompts import Prompt
 from dsbd_cli.settings import FIELDS, broken
 
-# As many prompts at a time as this machine does well.
-AUTO = "auto"
-
 
 @dataclass(frozen=True)
 class Item:

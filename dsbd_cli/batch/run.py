@@ -9,7 +9,8 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dsbd_cli.batch.items import AUTO, Item, read_items
+from dsbd_cli.batch import AUTO
+from dsbd_cli.batch.items import Item, read_items
 from dsbd_cli.batch.progress import BatchProgress
 from dsbd_cli.batch.shard import Shard
 from dsbd_cli.batch.store import Store

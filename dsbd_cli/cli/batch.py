@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dsbd_cli.batch.items import AUTO
+from dsbd_cli.batch import AUTO
 from dsbd_cli.cli.options import Chosen
 from dsbd_cli.cli.output import Out
 from dsbd_cli.errors import UserError

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from dsbd_cli.batch.items import AUTO
+from dsbd_cli.batch import AUTO
 from dsbd_cli.cli.options import Chosen, decoding_options
 from dsbd_cli.cli.output import Out, StdoutError, note
 from dsbd_cli.cli.stdin import read_prompt

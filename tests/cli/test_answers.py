@@ -45,7 +45,7 @@ def test_a_draft_with_less_context_falls_back_with_one_warning(
     draft = models("rand", kind, seed=1, **{size: 64})
     for prompt, tokens in (("q" * 50, 60), ("q" * 100, 20)):
         ran = dsbd("generate", prompt, *pair(target, draft), "--method", method, "--max-new-tokens", str(tokens),
-                   "--seed", "1", "--json")  # fmt: skip
+                   "--seed", "1", "--forest", "full", "--json")  # fmt: skip
         assert ran.code == 0, ran.err
         stats = ran.json["stats"]
         assert stats["new_tokens"] == tokens or (

@@ -76,9 +76,9 @@ def test_history_stays_in_the_caches(chatty: str, monkeypatch: pytest.MonkeyPatc
         begins: list[int] = []
         plan: Any = decoder.target.pool.prompt_plan
 
-        def spy(root: Any, begin: int, end: int, plan: Any = plan, begins: list[int] = begins) -> Any:
+        def spy(begin: int, end: int, plan: Any = plan, begins: list[int] = begins) -> Any:
             begins.append(begin)
-            return plan(root, begin, end)
+            return plan(begin, end)
 
         monkeypatch.setattr(decoder.target.pool, "prompt_plan", spy)
         session = Session(decoder, settings, quiet=True)

@@ -49,7 +49,9 @@ def test_a_draft_without_numbers_is_not_silently_never_accepted(
 ) -> None:
     good = models("rand", tie_word_embeddings=False)
     bad = broken(good, tmp_path / "bad", float("nan"), slice(None))
-    ran = dsbd("generate", "hi", *pair(good, bad), "--method", method, "--max-new-tokens", "20")
+    ran = dsbd(
+        "generate", "hi", *pair(good, bad), "--method", method, "--max-new-tokens", "20", "--forest", "full"
+    )
     assert ran.code == 1, ran.err
     assert "draft" in ran.err
     assert "not finite" in ran.err

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 import torch
 from transformers import TextIteratorStreamer
@@ -10,6 +13,7 @@ import dsbd_cli
 from dsbd_cli.errors import UserError
 from dsbd_cli.hf import forget
 from dsbd_cli.hf.kept import kept
+from dsbd_cli.prices import Curve, Prices
 from tests.hf.states import KINDS, Program, tiny
 
 IDS = torch.tensor([[7, 8, 9, 10]])
@@ -57,8 +61,14 @@ def test_inputs_that_change_the_text_are_refused_and_flags_come_back() -> None:
     assert [module.training for module in model.modules()] == flags
 
 
-def test_flags_come_back_after_an_error_of_either_model_at_any_time() -> None:
+def test_flags_come_back_after_an_error_of_either_model_at_any_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """An error at load, in the prompt's forward and in the middle of an answer; two submodules differ."""
+    # Prices by which the draft is always asked.
+    prices = Prices(Curve((1, 256), (1.0, 1.01)), Curve((1, 256), (0.01, 0.011)))
+    (tmp_path / "prices.json").write_text(json.dumps(prices.to_dict()))
+    monkeypatch.setenv("DSBD_PRICES", str(tmp_path / "prices.json"))
     target, draft = tiny("gpt2", 0), tiny("llama", 1)
     for model in (target, draft):
         model.train()
@@ -77,7 +87,12 @@ def test_flags_come_back_after_an_error_of_either_model_at_any_time() -> None:
         handle = broken.register_forward_pre_hook(fail)
         with pytest.raises((RuntimeError, UserError), match="out of order"):
             target.generate(
-                IDS, custom_generate=dsbd_cli.generate, draft_model=draft, width=3, max_new_tokens=40
+                IDS,
+                custom_generate=dsbd_cli.generate,
+                draft_model=draft,
+                width=3,
+                max_new_tokens=40,
+                forest="full",
             )
         handle.remove()
         assert flags == [module.training for model in (target, draft) for module in model.modules()]

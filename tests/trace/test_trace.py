@@ -20,11 +20,11 @@ from dsbd_cli.trace.replay import head, tail, trees
 from tests.ui.fake import FakeDecoder, stream
 
 SETTINGS: dict[str, dict[str, Any]] = {
-    "cover": {"verify": "cover", "draft_width": 6},
-    "paper": {"verify": "paper", "draft_width": 6},
-    "continue": {"verify": "continue", "threshold": None},
+    "cover": {"verify": "cover", "draft_width": 6, "forest": "full"},
+    "paper": {"verify": "paper", "draft_width": 6, "forest": "full"},
+    "continue": {"verify": "continue", "threshold": None, "forest": "full"},
     "specinfer": {"method": "specinfer", "tree": (3, 2, 1)},
-    "speculative": {"method": "speculative"},
+    "speculative": {"method": "speculative", "forest": "full"},
     "beam": {"method": "beam"},
     "multinomial": {"method": "multinomial"},
     "deterministic": {"deterministic": True},

@@ -20,6 +20,10 @@ class Config(SimpleNamespace):
     def get_text_config(self, **_: Any) -> Config:
         return self
 
+    def to_dict(self) -> dict[str, Any]:
+        """The values, as a config of transformers gives them."""
+        return dict(vars(self))
+
 
 class Norm(nn.Module):
     """What is read of an RMS norm."""

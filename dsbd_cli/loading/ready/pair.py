@@ -133,6 +133,10 @@ def _plain(loaded: Any) -> bool:
     home = kind.__module__.startswith("transformers.models.")
     if kind.__name__ not in _FAMILIES or not home or loaded.device.type != "cpu" or loaded.tree_refusal:
         return False
+    config = loaded.model.config
+    # What fused forwards do not read would be lost: a window over the last tokens is one of those.
+    if getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True):
+        return False
     return str(loaded.model.model.rotary_emb.rope_type) not in _MOVING
 
 
