@@ -92,7 +92,6 @@ def test_flags_come_back_after_an_error_of_either_model_at_any_time(
                 draft_model=draft,
                 width=3,
                 max_new_tokens=40,
-                forest="full",
             )
         handle.remove()
         assert flags == [module.training for model in (target, draft) for module in model.modules()]
