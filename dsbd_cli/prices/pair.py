@@ -29,6 +29,7 @@ class PairPrices:
     def __init__(self, target: HfTreeModel, draft: HfTreeModel | None) -> None:
         self._target, self._draft = target, draft
         self._found: dict[str, store.Kept] = {}
+        self._captured: store.Kept | None = None
         self._facts: dict[str, Any] | None = None
 
     def wanted(self, settings: Settings) -> bool:
@@ -76,7 +77,9 @@ class PairPrices:
             return None
         if name != AUTO:
             return store.read_given(Path(name).expanduser())
-        return store.kept_or_measured(self.facts() | {"captured": "many requests"}, measure).prices
+        if self._captured is None:
+            self._captured = store.kept_or_measured(self.facts() | {"captured": "many requests"}, measure)
+        return self._captured.prices
 
     def facts(self) -> dict[str, Any]:
         """What these prices depend on."""

@@ -169,16 +169,6 @@ class Pipeline:
         self._usable = True  # else what is in flight still comes back, and the host goes on
 
     @property
-    def in_flight(self) -> bool:
-        """Whether an iteration is in flight."""
-        return bool(self._in_flight)
-
-    @property
-    def law(self) -> str:
-        """The name of the law that it runs."""
-        return type(self._iteration.law).__name__
-
-    @property
     def forest_shape(self) -> tuple[int, int]:
         """W_S and gamma."""
         return self._iteration.layout.draft_width, self._iteration.layout.gamma
@@ -260,14 +250,6 @@ class Pipeline:
             self._go_on(part.lane, one)
         if not self._in_flight:
             self._clock.idle()
-
-    def drop(self) -> None:
-        """Give up what is in flight: nobody will ask for it."""
-        for lane in self._lanes:
-            if lane is not None:
-                self._leave(lane)
-        self._in_flight.clear()
-        self._clock.idle()
 
     def has(self, lane: _Lane) -> bool:
         """Whether the request is in the iterations."""
