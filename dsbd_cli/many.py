@@ -147,7 +147,8 @@ class _Member(Generation):
         self.stats.prefill_s, self._began = now - self._began, now
         samplers = SeededSampler(self.seed, 0), SeededSampler(self.seed, 1)
         if pipeline is not None:
-            self.seat = pipeline.seat(self.target, self.draft if pipeline.forest_shape[1] else None)
+            draft = self.draft if pipeline.forest_shape[1] else None
+            self.seat = pipeline.seat(self.target, draft, forests=bool(self.settings.stop))
         self.run = start(
             self.settings, self.target, self.draft, self.trie, *samplers, self.seat, prices=self.prices()
         )

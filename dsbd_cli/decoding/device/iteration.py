@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -75,16 +75,13 @@ class DraftedLayer(NamedTuple):
 
 
 class SampledLayer(NamedTuple):
-    """One layer that the target drew, on the host (`layout.VerifiedFields`): by draw, [W_L], but `finite`.
+    """One layer that the target drew, on the host (`layout.VerifiedFields`): by draw, [W_L], but `finite` [W]."""
 
-    `held` and `finite` are bool.
-    """
-
-    parent: np.ndarray
-    token: np.ndarray
-    logp: np.ndarray
-    held: np.ndarray
-    finite: np.ndarray
+    parent: list[int]
+    token: list[int]
+    logp: list[float]
+    held: list[bool]
+    finite: list[bool]
 
 
 class Outcome(NamedTuple):
@@ -174,35 +171,43 @@ class CoverIteration:
 
     def wait(self, flight: InFlight, wanted: Sequence[bool] | None = None) -> list[Outcome | None]:
         """Wait for an iteration; what came back of each request, None where it is not wanted."""
-        block, layout = flight.wait(), self.layout
+        block = flight.wait()
         if wanted is None:
             wanted = [True] * len(block)
-        return [self._outcome(row, layout) if one else None for row, one in zip(block, wanted, strict=True)]
+        forest, verified = self.layout.forest, self.layout.verified
 
-    def _outcome(self, row: np.ndarray, layout: CoverLayout) -> Outcome:
         def whole(field: Field) -> np.ndarray:
-            return row[field.at].reshape(field.shape)
+            return block[:, field.at].reshape(len(block), *field.shape)
 
         def real(field: Field) -> np.ndarray:
-            return row[field.at].view(np.float64).reshape(field.shape)
+            return block[:, field.at].view(np.float64).reshape(len(block), *field.shape)
 
-        forest, verified = layout.forest, layout.verified
-        parent, token, logp, prob, finite = (
+        drafted = (
             whole(forest.parent), whole(forest.token), real(forest.logp), real(forest.prob), whole(forest.finite) > 0
         )  # fmt: skip
-        drafted = [
-            DraftedLayer(parent[i], token[i], logp[i], prob[i], self._everyone, finite[i])
-            for i in range(layout.gamma)
-        ]
-        parent, token, logp = whole(verified.parent), whole(verified.token), real(verified.logp)
-        held, finite = whole(verified.held) > 0, whole(verified.finite) > 0
-        count = int(row[verified.layers.at][0])
-        widths = (parent >= 0).sum(1).tolist()
+        parents = whole(verified.parent)
+        counts, widths = block[:, verified.layers.at][:, 0].tolist(), (parents >= 0).sum(2).tolist()
         sampled = [
-            SampledLayer(parent[i, :n], token[i, :n], logp[i, :n], held[i, :n], finite[i])
-            for i, n in enumerate(widths[:count])
-        ]
-        return Outcome(drafted, sampled)
+            parents.tolist(), whole(verified.token).tolist(), real(verified.logp).tolist(),
+            (whole(verified.held) > 0).tolist(),
+        ]  # fmt: skip
+        finite = (whole(verified.finite) > 0).tolist()
+        outcomes: list[Outcome | None] = []
+        for r, one in enumerate(wanted):
+            if not one:
+                outcomes.append(None)
+                continue
+            parent, token, logp, prob, numbers = (part[r] for part in drafted)
+            layers = [
+                DraftedLayer(parent[i], token[i], logp[i], prob[i], self._everyone, numbers[i])
+                for i in range(self.layout.gamma)
+            ]
+            drawn = []
+            for i, n in enumerate(widths[r][: counts[r]]):
+                p, t, score, held = (part[r][i][:n] for part in sampled)
+                drawn.append(SampledLayer(p, t, score, held, finite[r][i]))
+            outcomes.append(Outcome(layers, drawn))
+        return outcomes
 
     def state_of(
         self, tokens: list[int], scores: list[float], rows: list[int], draft_rows: list[int], position: int
@@ -229,30 +234,53 @@ class CoverIteration:
         """The request block, int64 [R, size]."""
         fields = self.layout.request
         block = np.repeat(self._nobody[None], self.layout.requests, 0)
-        for row, request in zip(block, sent, strict=True):
-            if request is None:
-                continue
-            space = request.space
-            target, draft = space.pools
-            row[fields.target_slots.at], row[fields.target_rows.at] = (
-                space.target.slots,
-                space.target.mask_rows,
+        rows = [row for row, request in enumerate(sent) if request is not None]
+        requests = [request for request in sent if request is not None]
+        if not requests:
+            return torch.from_numpy(block)
+        bits = block.view(np.float64)
+        spaces = [request.space for request in requests]
+        pools = [space.target for space in spaces], [space.pools[0] for space in spaces]
+        self._put(block, rows, pools, fields.target_slots, fields.target_rows, fields.begin, fields.used)
+        if self.draft is not None:
+            reserved = [space.draft for space in spaces], [space.pools[1] for space in spaces]
+            self._put(
+                block,
+                rows,
+                reserved,
+                fields.draft_slots,
+                fields.draft_rows,
+                fields.draft_begin,
+                fields.draft_used,
             )
-            row[fields.begin.at], row[fields.used.at] = target.begin, target.slots.used
-            if draft is not None and space.draft is not None:
-                row[fields.draft_slots.at] = space.draft.slots
-                row[fields.draft_rows.at] = space.draft.mask_rows
-                row[fields.draft_begin.at], row[fields.draft_used.at] = draft.begin, draft.slots.used
-            row[fields.fresh.at] = request.state is not None
+        block[rows, fields.fresh.at.start] = [request.state is not None for request in requests]
+        block[rows, fields.origin.at.start] = [request.origin for request in requests]
+        bits[rows, fields.temperature.at.start] = [request.temperature for request in requests]
+        bits[rows, fields.top_p.at.start] = [request.top_p for request in requests]
+        bits[rows, fields.mass.at.start] = [request.mass for request in requests]
+        block[rows, fields.min_width.at.start] = [request.min_width for request in requests]
+        bits[rows, fields.uniforms.at] = [request.uniforms.ravel() for request in requests]
+        for row, request in zip(rows, requests, strict=True):
             if request.state is not None:
-                row[fields.start.at] = request.state
-            row[fields.origin.at] = request.origin
-            row[fields.temperature.at].view(np.float64)[:] = request.temperature
-            row[fields.top_p.at].view(np.float64)[:] = request.top_p
-            row[fields.mass.at].view(np.float64)[:] = request.mass
-            row[fields.min_width.at] = request.min_width
-            row[fields.uniforms.at].view(np.float64)[:] = request.uniforms.ravel()
+                block[row, fields.start.at] = request.state
         return torch.from_numpy(block)
+
+    @staticmethod
+    def _put(
+        block: np.ndarray,
+        rows: list[int],
+        parts: Any,
+        slots: Field,
+        mask_rows: Field,
+        begin: Field,
+        used: Field,
+    ) -> None:
+        """Where each request's nodes go in one model's tree."""
+        spaces, pools = parts
+        block[rows, slots.at] = [space.slots for space in spaces]
+        block[rows, mask_rows.at] = [space.mask_rows for space in spaces]
+        block[rows, begin.at.start] = [pool.begin for pool in pools]
+        block[rows, used.at.start] = [pool.slots.used for pool in pools]
 
     def _empty(self) -> np.ndarray:
         """What stands for a request where there is none: one beam behind nothing, in the spare slot and row."""

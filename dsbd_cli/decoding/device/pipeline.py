@@ -136,14 +136,14 @@ class _Committed:
     Attributes:
         whole: the request goes on from the last of its layers.
         draws: of that layer. layers: how many there were.
-        places: the forest's nodes by their places in it.
+        computed: places in the iteration of beams and of the forest's nodes: at least of those that may live on.
     """
 
     forest: Forest
     whole: bool
     draws: list[Node]
     layers: int
-    places: list[list[Node | None]]
+    computed: dict[Node, int]
 
 
 class Pipeline:
@@ -164,7 +164,10 @@ class Pipeline:
         stopped: Callable[[CannotCapture | OutOfMemory], None],
     ) -> None:
         self._iteration, self._clock, self._stopped = iteration, clock, stopped
-        self._lanes: list[_Lane | None] = [None] * iteration.layout.requests
+        layout = iteration.layout
+        self._lanes: list[_Lane | None] = [None] * layout.requests
+        # Of each layer of the forest, its first place among the iteration's nodes.
+        self._first = [layout.width + depth * layout.draft_width for depth in range(layout.gamma)]
         self._in_flight: deque[_Iteration] = deque()
         self._usable = True  # else what is in flight still comes back, and the host goes on
 
@@ -173,9 +176,15 @@ class Pipeline:
         """W_S and gamma."""
         return self._iteration.layout.draft_width, self._iteration.layout.gamma
 
-    def seat(self, target: Any, draft: Any) -> Seat:
-        """A place for a request that these models serve: `HfTreeModel`s, or `RequestModel`s."""
-        return Seat(self, target, draft)
+    def seat(self, target: Any, draft: Any, forests: bool = True) -> Seat:
+        """A place for a request that these models serve: `HfTreeModel`s, or `RequestModel`s.
+
+        Args:
+            forests: whether anybody looks at the forests; else they stay numbers, and the host's share of an
+                iteration does not grow with them. With stop strings they are always looked at: a node may end by
+                one, which the device cannot see.
+        """
+        return Seat(self, target, draft, forests)
 
     @torch.inference_mode()
     def join(self, seat: Seat, request: Request, commit: Commit) -> _Lane | None:
@@ -371,35 +380,85 @@ class Pipeline:
 
     def _commit(self, part: _Part, outcome: Outcome) -> _Committed:
         lane, request, uniforms, commit = part.lane, part.lane.request, part.lane.uniforms, part.lane.commit
-        forest, places = self._drafted(lane, part.beams, outcome.drafted)
+        child = request.trie.child
+        if lane.seat.forests:
+            forest, nodes = self._drafted(lane, part.beams, outcome.drafted)
+            computed, places = self._places(part.beams, nodes), None
+        else:
+            forest, places = Forest(computed=True), self._numbered(lane, part.beams, outcome.drafted)
+            computed = self._places(part.beams, [])
+        drafted = len(forest.layers) if places is None else len(places)
         above, whole = part.beams, True
         draws: list[Node] = []
+        found: list[int | None] = list(
+            range(len(part.beams))
+        )  # places of the parents in their layer of the forest
         for depth, layer in enumerate(outcome.sampled):
             for i, parent in enumerate(above):
                 if parent is not None and not layer.finite[i]:
                     raise lane.target.rows.fail(parent)
             uniforms.use()
             draws = []
-            for p, token, logp in zip(
-                layer.parent.tolist(), layer.token.tolist(), layer.logp.tolist(), strict=True
-            ):
+            for p, token, logp in zip(layer.parent, layer.token, layer.logp, strict=True):
                 parent = above[p]
                 assert parent is not None
-                node = request.trie.child(parent, token)
+                node = child(parent, token)
                 node.score = parent.score + logp
                 draws.append(node)
-            above = living(draws)
             held: list[bool] | None = None
-            if depth < len(forest.layers):
+            if depth < drafted:
                 # The device looks for nodes that may have children; a drafted end is drafted as well.
-                inside = frozenset(forest.layers[depth].draws)
-                held = [one or node in inside for node, one in zip(draws, layer.held.tolist(), strict=True)]
+                if places is None:
+                    inside = frozenset(forest.layers[depth].draws)
+                    held = [one or node in inside for node, one in zip(draws, layer.held, strict=True)]
+                else:
+                    in_layer = places[depth]
+                    found = [
+                        in_layer.get((found[p], token))
+                        for p, token in zip(layer.parent, layer.token, strict=True)
+                    ]
+                    held = [place is not None for place in found]
+                    first = self._first[depth]
+                    computed.update(
+                        (node, first + place)
+                        for node, place in zip(draws, found, strict=True)
+                        if place is not None
+                    )
+            above = living(draws)
             goes_on = commit(draws, held)
             # The device knows nothing of stop strings and budgets.
             whole = goes_on and all(node.finish in (None, "eos") for node in draws)
             if not whole:
                 break
-        return _Committed(forest, whole, draws, len(outcome.sampled), places)
+        return _Committed(forest, whole, draws, len(outcome.sampled), computed)
+
+    def _places(self, beams: list[Node | None], layers: list[list[Node | None]]) -> dict[Node, int]:
+        """Where nodes are computed, given the forest's by layer and place."""
+        computed = {node: i for i, node in enumerate(beams) if node is not None}
+        for depth, nodes in enumerate(layers):
+            first = self._first[depth]
+            computed.update((node, first + i) for i, node in enumerate(nodes) if node is not None)
+        return computed
+
+    def _numbered(
+        self, lane: _Lane, beams: list[Node | None], layers: list[DraftedLayer]
+    ) -> list[dict[tuple[int | None, int], int]]:
+        """The forest as numbers: by layer, the place of each continuation by its parent's place and its token."""
+        trie, numbered = lane.request.trie, []
+        parents = [i for i, node in enumerate(beams) if node is not None]
+        room = trie.budget - next(node.depth for node in beams if node is not None) - 1
+        for drafted in layers[: max(0, room)]:  # the last layer of a budget needs no forest
+            if not parents:
+                break
+            if not drafted.finite[parents].all():
+                self._drafted(lane, beams, layers)  # tells which node it was
+            tokens = drafted.token.tolist()
+            places: dict[tuple[int | None, int], int] = {}
+            for i, key in enumerate(zip(drafted.parent.tolist(), tokens, strict=True)):
+                places.setdefault(key, i)
+            numbered.append(places)
+            parents = [i for i, token in enumerate(tokens) if token not in trie.eos_ids]
+        return numbered
 
     def _drafted(
         self, lane: _Lane, beams: list[Node | None], layers: list[DraftedLayer]
@@ -434,12 +493,8 @@ class Pipeline:
     def _adopt(self, part: _Part, done: _Committed) -> None:
         """Tell the caches which nodes of a reservation may live on; the next `retain` enters them."""
         layout, deepest = self._iteration.layout, done.draws[0].depth
-        computed: dict[Node, int] = {node: i for i, node in enumerate(part.beams) if node is not None}
-        for depth, nodes in enumerate(done.places):
-            for i, node in enumerate(nodes):
-                # The next iteration computes its beams itself.
-                if node is not None and node.depth < deepest:
-                    computed[node] = layout.width + depth * layout.draft_width + i
+        # The next iteration computes its beams itself.
+        computed = {node: place for node, place in done.computed.items() if node.depth < deepest}
         target, draft = part.space.pools
         target.commit(part.space.target, computed)
         if draft is None or part.space.draft is None:
@@ -457,8 +512,8 @@ class Pipeline:
 class Seat:
     """A request's place in a `Pipeline` (`model.protocol.Engine`)."""
 
-    def __init__(self, pipeline: Pipeline, target: Any, draft: Any) -> None:
-        self.pipeline, self.target, self.draft = pipeline, target, draft
+    def __init__(self, pipeline: Pipeline, target: Any, draft: Any, forests: bool = True) -> None:
+        self.pipeline, self.target, self.draft, self.forests = pipeline, target, draft, forests
         self.forest = Forest()
         self._lane: _Lane | None = None
 
