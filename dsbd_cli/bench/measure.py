@@ -18,6 +18,7 @@ from typing import Any, Protocol
 
 from dsbd_cli.bench.arms import Arm
 from dsbd_cli.energy import EnergyMeter
+from dsbd_cli.group import group_of
 
 # Counts of the engine that are kept with each answer.
 STATS = (
@@ -104,7 +105,7 @@ class PairBackend:
         from dsbd_cli.batch.run import weights
 
         # With tensor parallelism this process holds parts only: the models' names must do.
-        split = (getattr(self.decoder.pair.target.model, "tp_size", None) or 1) > 1
+        split = group_of(self.decoder.pair.target.model).size > 1
         digests = {} if split else weights(self.decoder)
         return {
             role: None
