@@ -31,7 +31,7 @@ from dsbd_cli.decoding import (
     top_n_needed,
 )
 from dsbd_cli.energy import EnergyMeter
-from dsbd_cli.group import joined
+from dsbd_cli.group import group_of
 from dsbd_cli.loading import Pair
 from dsbd_cli.prices import Prices
 from dsbd_cli.prices.pair import PairPrices
@@ -94,7 +94,7 @@ class Generation:
         settings, ids, budget = plan.settings, plan.ids, plan.budget
         self.decoder, self.settings, self.draft, self.ids, self.budget = decoder, settings, draft, ids, budget
         seed = settings.seed
-        self.seed = joined().agreed(secrets.randbelow(2**31)) if seed is None else seed
+        self.seed = group_of(decoder.target.model).agreed(secrets.randbelow(2**31)) if seed is None else seed
         self.tally, self.stats = Tally(), Stats(prompt_tokens=len(ids))
         self.seconds = 0.0
         ends = Endings(decoder.detokenize, decoder.pair.eos_ids, settings.stop, budget)

@@ -89,7 +89,9 @@ class Group:
 
         count, width = part.shape
         parts = part.new_empty((self.size * count, width))
-        distributed.all_gather_into_tensor(parts, part.contiguous())
+        # Newer releases of torch warn of the older name.
+        gather = getattr(distributed, "all_gather_single", None) or distributed.all_gather_into_tensor
+        gather(parts, part.contiguous())
         return parts.view(self.size, count, width).transpose(0, 1).reshape(count, self.size * width)
 
     def agreed(self, value: T) -> T:

@@ -9,7 +9,7 @@ from typing import Any
 
 from dsbd_cli.decoding import HfTreeModel
 from dsbd_cli.errors import UserError
-from dsbd_cli.group import group_of, joined
+from dsbd_cli.group import Group, group_of
 from dsbd_cli.prices import store
 from dsbd_cli.prices.measure import facts_of, measure
 from dsbd_cli.prices.table import Prices
@@ -80,8 +80,10 @@ class PairPrices:
             return store.read_given(Path(name).expanduser())
         if self._captured is None:
             facts = self.facts() | {"captured": "many requests"}
-            self._captured = store.Kept(_agreed(facts, measure)) if self._in_parts() else store.kept_or_measured(
-                facts, measure)  # fmt: skip
+            if self._in_parts():
+                self._captured = store.Kept(_agreed(group_of(self._target.model), facts, measure))
+            else:
+                self._captured = store.kept_or_measured(facts, measure)
         return self._captured.prices
 
     def facts(self) -> dict[str, Any]:
@@ -107,9 +109,8 @@ class PairPrices:
         return group_of(self._target.model).size > 1
 
 
-def _agreed(facts: dict[str, Any], measure: Callable[[], Prices]) -> Prices | None:
+def _agreed(group: Group, facts: dict[str, Any], measure: Callable[[], Prices]) -> Prices | None:
     """The first process's prices for all: kept ones, or those that all measure together."""
-    group = joined()
     kept = group.agreed(_dict(store.kept(facts)) if group.first else None)
     if kept is None:
         measured = measure()
