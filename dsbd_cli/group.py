@@ -8,6 +8,7 @@ alone would find (a drawn seed, a line of stdin, a measured price, free memory) 
 from __future__ import annotations
 
 import os
+import socket
 import sys
 from dataclasses import dataclass
 from datetime import timedelta
@@ -67,10 +68,11 @@ class Group:
 
     Args:
         rank, size: this process, of how many.
+        cards: of all of them, as torch names them on this host; empty without cards, or on several hosts.
     """
 
-    def __init__(self, rank: int, size: int) -> None:
-        self.rank, self.size = rank, size
+    def __init__(self, rank: int, size: int, cards: tuple[str, ...] = ()) -> None:
+        self.rank, self.size, self.cards = rank, size, cards
 
     @property
     def first(self) -> bool:
@@ -172,7 +174,11 @@ def join(team: Team, *, cuda: bool) -> Group:
             torch.cuda.set_device(team.shard.local)
         if not distributed.is_initialized():
             _meet(team, cuda)
-        _joined = Group(distributed.get_rank(), distributed.get_world_size())
+        places: list[Any] = [None] * team.size
+        distributed.all_gather_object(places, [socket.gethostname(), f"cuda:{team.shard.local}"])
+        hosts = {host for host, _ in places}
+        cards = tuple(card for _, card in places) if cuda and len(hosts) == 1 else ()
+        _joined = Group(distributed.get_rank(), distributed.get_world_size(), cards)
     return _joined
 
 

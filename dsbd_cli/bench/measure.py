@@ -92,7 +92,7 @@ class PairBackend:
         # A target may be spread over several cards.
         places = [weight.device for loaded in models for weight in loaded.model.parameters()]
         self._devices = [device for device in dict.fromkeys(places) if device.type != "meta"]
-        self._meter = EnergyMeter.for_devices(self._devices)
+        self._meter = EnergyMeter.for_devices(self._devices, group_of(decoder.pair.target.model).cards)
 
     @property
     def meter(self) -> EnergyMeter:

@@ -56,13 +56,13 @@ def test_a_team_writes_what_one_process_writes(models: Models, dsbd: Call, tmp_p
     source = tmp_path / "in.txt"
     source.write_text("".join(f"prompt {index}\n" for index in range(5)))
     command = ["generate", *pair(models("rand"), models("rand", seed=1)), "--input", source, "--max-new-tokens",
-               "5", "--dtype", "float32", "--output"]  # fmt: skip
+               "5", "--dtype", "float32", "--prices", "off", "--output"]  # fmt: skip
     ran = team([*command, tmp_path / "team"])  # a seed that nobody gave
     assert [code for code, _, _ in ran] == [0, 0], ran
     assert ran[0][2].splitlines()[-1].startswith("dsbd: seed ")
     assert [ran[1][1], ran[1][2]] == [b"", ""]
     seed = ran[0][2].split()[-1]
-    alone = dsbd(*command, tmp_path / "alone", "--seed", seed, "--prices", "off", "--device", "cpu")
+    alone = dsbd(*command, tmp_path / "alone", "--seed", seed, "--device", "cpu")
     assert alone.code == 0, alone.err
     assert records(tmp_path / "team") == records(tmp_path / "alone")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["alone", "alone.run.json", "in.txt", "team",
