@@ -26,6 +26,7 @@ from dsbd_cli.decoding import (
 from dsbd_cli.energy import EnergyMeter
 from dsbd_cli.errors import UserError
 from dsbd_cli.generation import Generation, Planned
+from dsbd_cli.group import group_of
 from dsbd_cli.loading import LoadedModel, Pair, PairSpec, load_pair
 from dsbd_cli.loading.model import same_model
 from dsbd_cli.many import Batch, Buffers, in_order
@@ -248,7 +249,8 @@ class Decoder:
     def meter(self, with_draft: bool) -> EnergyMeter:
         """An energy meter over the devices that a run uses."""
         models = [self.pair.target, *([self.pair.draft] if with_draft and self.pair.draft else [])]
-        return EnergyMeter.for_devices([model.device for model in models])
+        team = group_of(self.pair.target.model).cards
+        return EnergyMeter.for_devices([model.device for model in models], team)
 
     def models(self) -> dict[str, Any]:
         """Name, dtype and device of both models, for results."""

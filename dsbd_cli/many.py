@@ -36,6 +36,7 @@ from dsbd_cli.decoding import (
 )
 from dsbd_cli.errors import UserError
 from dsbd_cli.generation import Generation, Host, Planned
+from dsbd_cli.group import group_of
 from dsbd_cli.loading.memory import free_memory
 from dsbd_cli.prices import Acceptance, best_iteration, distinct_beams
 from dsbd_cli.prices.captured import measure_captured
@@ -383,6 +384,7 @@ class Batch:
         slots = self._slots
         if slots is None:
             slots = int(free_memory(model.device) * _SHARE / max(1, shared.bytes_per_slot))
+            slots = group_of(self.decoder.target.model).least(slots)
         shared.slots = slots
         # What is to be expected, at once: every growth is a copy.
         shared.room([size] * min(self.size, slots // size))
