@@ -1,9 +1,8 @@
-"""Iterations of `cover` and of plain sampling that follow each other on the device, verification included.
+"""Iterations that follow each other on the device, verification included: `cover`, plain sampling, beam search.
 
 The next beams, where they lie and what their parents' mask rows are stay on the device, so an iteration
 can be launched before the host has seen the last one: while it works on one the device is busy with the
-next. A forest only decides how far an iteration gets, never what is drawn, so nothing here waits for
-the host. What the host gives is free space and uniforms, both of which it has beforehand
+next. Nothing here waits for the host. What it gives is free space and uniforms, both of which it has beforehand
 (docs/design.md sections 3 and 5). One module, since what an iteration is sent, does on the device and
 gives back are the two ends of one layout.
 """
@@ -77,13 +76,12 @@ class DraftedLayer(NamedTuple):
 class SampledLayer(NamedTuple):
     """One layer that the target drew, on the host (`layout.VerifiedFields`): by draw, [W_L], but `finite`.
 
-    `held` and `finite` are bool.
+    Under beam search they are by candidate, and logp is the score. `finite` is bool.
     """
 
     parent: np.ndarray
     token: np.ndarray
     logp: np.ndarray
-    held: np.ndarray
     finite: np.ndarray
 
 
@@ -94,6 +92,18 @@ class Outcome(NamedTuple):
     sampled: list[SampledLayer]
 
 
+class Rules(NamedTuple):
+    """What a request's layers are drawn under: fields of `layout.CoverRequestFields`."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    mass: float = 1.0
+    min_width: int = 1
+    slack: float = -1.0
+    last: int = 1 << 40
+    one_beam: bool = False
+
+
 @dataclass(frozen=True)
 class Sent:
     """What the host sends of one request.
@@ -101,8 +111,7 @@ class Sent:
     Attributes:
         space: reserved for this iteration.
         uniforms: float64 [window, W], the first row for draws below tokens at `origin`.
-        temperature, top_p: of T.
-        mass, min_width: which layers are narrower than W (`law.width.DistinctWidth`).
+        rules: of the request.
         state: int64 [state_size], the beams to start from (`CoverIteration.state_of`); None: those that
             its last iteration left.
     """
@@ -110,10 +119,7 @@ class Sent:
     space: Space
     uniforms: np.ndarray
     origin: int
-    temperature: float
-    top_p: float
-    mass: float
-    min_width: int
+    rules: Rules
     state: np.ndarray | None
 
 
@@ -123,7 +129,7 @@ class CoverIteration:
     Args:
         target: captured. draft: likewise on the same device; None: nothing is drafted.
         law: what drafts and verifies between the forwards.
-        layout: R and the sizes of every request.
+        layout: R and the sizes of every request; what its layers are, draws or beam search.
         greedy, support: temperature 0 and its like; entries of the joint that T looks at (top-k).
         eos_ids: draws of these are finished.
         clock: the target's.
@@ -195,11 +201,11 @@ class CoverIteration:
             for i in range(layout.gamma)
         ]
         parent, token, logp = whole(verified.parent), whole(verified.token), real(verified.logp)
-        held, finite = whole(verified.held) > 0, whole(verified.finite) > 0
+        finite = whole(verified.finite) > 0
         count = int(row[verified.layers.at][0])
         widths = (parent >= 0).sum(1).tolist()
         sampled = [
-            SampledLayer(parent[i, :n], token[i, :n], logp[i, :n], held[i, :n], finite[i])
+            SampledLayer(parent[i, :n], token[i, :n], logp[i, :n], finite[i])
             for i, n in enumerate(widths[:count])
         ]
         return Outcome(drafted, sampled)
@@ -247,10 +253,7 @@ class CoverIteration:
             if request.state is not None:
                 row[fields.start.at] = request.state
             row[fields.origin.at] = request.origin
-            row[fields.temperature.at].view(np.float64)[:] = request.temperature
-            row[fields.top_p.at].view(np.float64)[:] = request.top_p
-            row[fields.mass.at].view(np.float64)[:] = request.mass
-            row[fields.min_width.at] = request.min_width
+            self._write(row, request.rules)
             row[fields.uniforms.at].view(np.float64)[:] = request.uniforms.ravel()
         return torch.from_numpy(block)
 
@@ -260,10 +263,20 @@ class CoverIteration:
         row = np.zeros(self.layout.request_size, dtype=np.int64)
         row[fields.used.at] = row[fields.draft_used.at] = row[fields.fresh.at] = 1
         row[fields.start.at] = self.state_of([0], [0.0], [0], [0], 1)
-        for field in (fields.temperature, fields.top_p, fields.mass):
-            row[field.at].view(np.float64)[:] = 1.0
-        row[fields.min_width.at] = self.layout.width
+        self._write(row, Rules(min_width=self.layout.width))
         return row
+
+    def _write(self, row: np.ndarray, rules: Rules) -> None:
+        fields = self.layout.request
+        reals = (fields.temperature, fields.top_p, fields.mass, fields.slack)
+        for field, value in zip(
+            reals, (rules.temperature, rules.top_p, rules.mass, rules.slack), strict=True
+        ):
+            row[field.at].view(np.float64)[:] = value
+        for field, number in zip(
+            (fields.min_width, fields.last, fields.one_beam), (rules.min_width, rules.last, rules.one_beam), strict=True
+        ):  # fmt: skip
+            row[field.at] = number
 
     def _key(self, spaces: Sequence[Space]) -> tuple[int, ...]:
         """KV lengths that a capture looks at; nothing else of an iteration changes."""
