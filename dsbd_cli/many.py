@@ -307,9 +307,10 @@ class Batch:
             yield from self._refused()
             self._joined = []
             self._prefill(joined)
-            for member in self._round():
-                result = member.result(member.run)
+            done = [(member, member.result(member.run)) for member in self._round()]
+            for member, _ in done:  # all of them first: whoever asks may stop between two answers
                 member.leave()
+            for member, result in done:
                 yield Answer(member.index, result, None, member.notes)
         if broken is not None:
             raise broken
@@ -445,7 +446,8 @@ class Batch:
         key = demand, top_n, draft is None
         pipelines = self._buffers.pipelines
         if key not in pipelines:
-            if draft is not None and demand.gamma and not demand.why_not_pipelined and draft.model.captured:
+            free = forest_is_free(member.settings) and not demand.why_not_pipelined
+            if draft is not None and demand.gamma and free and draft.model.captured:
                 demand = self._fitting(member.settings, demand, draft, top_n)
             draft = draft if demand.gamma else None
             pipelines[key] = self.decoder.engines.together(
