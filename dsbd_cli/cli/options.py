@@ -269,7 +269,8 @@ def _open(spec: Any, settings: Settings, wanted: bool) -> Decoder:
     decoder = Decoder(pair, settings)
     if pair.target.device.type == "cpu":
         with contextlib.suppress(UserError):  # what is not served is said when it is asked for
-            ready.remember(spec, pair, decoder.verdicts())
+            if ready.remember(spec, pair, decoder.verdicts()):
+                decoder.keep_packed(ready.places(spec, pair))
     return decoder
 
 
