@@ -149,7 +149,14 @@ class _Member(Generation):
         if pipeline is not None:
             self.seat = pipeline.seat(self.target, self.draft if pipeline.forest_shape[1] else None)
         self.run = start(
-            self.settings, self.target, self.draft, self.trie, *samplers, self.seat, prices=self.prices()
+            self.settings,
+            self.target,
+            self.draft,
+            self.trie,
+            *samplers,
+            self.seat,
+            prices=self.prices(),
+            prompt=self.ids,
         )
         # Elsewhere the text depends on the forest, and must not depend on who shares it.
         self._requests = requests if forest_is_free(self.settings) else lambda: 1
