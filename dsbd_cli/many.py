@@ -151,7 +151,14 @@ class _Member(Generation):
             draft = self.draft if pipeline.forest_shape[1] else None
             self.seat = pipeline.seat(self.target, draft, forests=bool(self.settings.stop))
         self.run = start(
-            self.settings, self.target, self.draft, self.trie, *samplers, self.seat, prices=self.prices()
+            self.settings,
+            self.target,
+            self.draft,
+            self.trie,
+            *samplers,
+            self.seat,
+            prices=self.prices(),
+            prompt=self.ids,
         )
         # Elsewhere the text depends on the forest, and must not depend on who shares it.
         self._requests = requests if forest_is_free(self.settings) else lambda: 1

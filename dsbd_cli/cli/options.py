@@ -86,6 +86,18 @@ PARAMETERS = [
         panel=DECODING,
     ),
     _option(
+        Int,
+        "--forest-nodes",
+        help="Keep the most probable nodes of a forest, this many at most; 0 keeps all (cover only).",
+        panel=DECODING,
+    ),
+    _option(
+        Int,
+        "--lookup",
+        help="Prompt lookup: propose up to this many tokens that followed the last ones before; 0 is off (cover only).",
+        panel=DECODING,
+    ),
+    _option(
         Text,
         "--prices",
         help="What an adaptive forest costs: auto (measured here, once), off (assumed), or a file of prices.",

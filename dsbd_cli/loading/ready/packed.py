@@ -136,7 +136,9 @@ def write(place: Place, layout: str, pieces: Sequence[Piece]) -> bool:
                 for array, (place_at, length, _) in zip(arrays, _entries(table), strict=True):
                     body[place_at : place_at + length] = array
                 head = json.dumps(header | {"sum": _sum(body)}, sort_keys=True).encode().ljust(len(head))
-                room[: len(_MAGIC) + _LENGTH + len(head)] = _MAGIC + len(head).to_bytes(_LENGTH, "little") + head
+                room[: len(_MAGIC) + _LENGTH + len(head)] = (
+                    _MAGIC + len(head).to_bytes(_LENGTH, "little") + head
+                )
                 del body
         mask = os.umask(0)
         os.umask(mask)

@@ -238,7 +238,9 @@ def _assemble(
     if any(hardware.pick_device(name, "target").type != "cpu" for name in asked):
         return None
     folders = [_folder(source, cache) for source in sources]
-    packed = _places(sources, cache, [facts["dtype"] for _, facts in sorted(record["models"].items(), reverse=True)])
+    packed = _places(
+        sources, cache, [facts["dtype"] for _, facts in sorted(record["models"].items(), reverse=True)]
+    )
 
     @functools.cache
     def whole() -> Pair:
