@@ -1,6 +1,7 @@
 """The options that decide what is loaded and decoded, written once for generate, bench and chat.
 
-`decoding_options` puts them into a command's signature, and hands the command one `Chosen` record.
+`decoding_options` puts them into a command's signature, and hands the command one `Chosen` record. One module, since
+the table of options and how they are read must agree.
 """
 
 from __future__ import annotations
