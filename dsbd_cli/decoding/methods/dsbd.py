@@ -45,7 +45,6 @@ class Run(Request):
     Attributes:
         target: prefilled target model.
         proposer: where forests come from, or None for plain decoding.
-        kv_one: the memory-constrained mode.
         keep_answer: leave the best finished sequence in the caches, for a prompt that goes on from it.
         survivors: what of a forest stands below the beams that go on stays computed, for the next one.
         shape: how large a forest is worth drafting, or None for always gamma layers of W_S.
@@ -54,7 +53,6 @@ class Run(Request):
 
     target: TreeModel
     proposer: Proposer | None = None
-    kv_one: bool = False
     keep_answer: bool = False
     survivors: bool = False
     shape: ForestShape | None = None
@@ -160,10 +158,10 @@ class Run(Request):
     def skip_numbers(self, width: int) -> None:
         """Pass over what a layer of `width` draws leaves of its W random numbers.
 
-        Where W_L follows from p alone, a layer always has W of them: a device can then be given them
-        before p is known.
+        Of plain sampling and `cover` a layer always has W of them: a device can then be given them before p is
+        known.
         """
-        if isinstance(self.dynamic_width, DistinctWidth) and width < self.width:
+        if width < self.width:
             self.sampler.sample(np.ones(1), self.width - width)
 
     def finish_iteration(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from dsbd_cli.decoding.law.beam_search import candidates_kept
 from dsbd_cli.decoding.law.distribution import LogitsProcessor, Sampler
 from dsbd_cli.decoding.law.width import DistinctWidth, ThresholdWidth, width_rule
 from dsbd_cli.decoding.methods.deterministic import beam_search
@@ -28,8 +29,7 @@ def processor_of(settings: Settings) -> LogitsProcessor:
 def top_n_needed(settings: Settings, eos_count: int) -> int:
     """How many best entries of each target row the method asks for; 0 = whole rows."""
     if settings.deterministic:
-        # Hugging Face keeps (1 + EOS tokens) x W candidates, which may all share one parent.
-        return max(2, 1 + eos_count) * settings.width
+        return candidates_kept(settings.width, eos_count)  # they may all share one parent
     return processor_of(settings).top_n
 
 
@@ -100,7 +100,9 @@ def forest_shape(settings: Settings, prices: Prices, pruned: bool) -> ForestShap
 
 def forest_is_free(settings: Settings) -> bool:
     """Whether the text is the same whatever is drafted: forests may then follow who else is decoded."""
-    return takes_most_probable(settings) and not isinstance(width_rule_of(settings), ThresholdWidth)
+    free = takes_most_probable(settings) and not isinstance(width_rule_of(settings), ThresholdWidth)
+    # Where one beam is kept behind every iteration, it counts where they end.
+    return free and not (settings.kv == "one" and settings.method == "dsbd")
 
 
 def forest_mass(settings: Settings) -> float:
@@ -141,14 +143,8 @@ def demand_of(settings: Settings, drafts: bool) -> Demand:
     width = 1 if one_beam else settings.width
     plain = not drafts or settings.method not in DRAFTING
     why_not_pipelined = why_not_captured = ""
-    if not plain and (settings.method != "dsbd" or settings.verify != "cover"):
+    if not plain and not takes_most_probable(settings):
         why_not_pipelined = "only the rule cover can run ahead of the host"
-    if settings.method == "dsbd" and settings.kv == "one":
-        why_not_pipelined = "one beam is kept"
-    if isinstance(width_rule_of(settings), ThresholdWidth):
-        why_not_pipelined = "the width is dynamic"
-    if settings.deterministic:
-        why_not_pipelined = "the host decides the deterministic mode"
     if draws_distinct(settings) and not takes_most_probable(settings):
         why_not_captured = "the host drafts distinct draws"
     if not plain and (on_host := host_proposals(settings)):
@@ -162,6 +158,7 @@ def demand_of(settings: Settings, drafts: bool) -> Demand:
         processor=processor_of(settings),
         draft_processor=None if takes_most_probable(settings) else draft_processor(settings),
         distinct=draws_distinct(settings),
+        search=settings.deterministic,
         why_not_pipelined=why_not_pipelined,
         why_not_captured=why_not_captured,
     )
