@@ -6,7 +6,7 @@ One module, since loading, decoding and measuring a prompt share the one pair th
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ from dsbd_cli.generation import Generation, Planned
 from dsbd_cli.group import group_of
 from dsbd_cli.loading import LoadedModel, Pair, PairSpec, load_pair
 from dsbd_cli.loading.model import same_model
+from dsbd_cli.loading.ready.packed import Place
 from dsbd_cli.many import Batch, Buffers, in_order
 from dsbd_cli.prices.pair import PairPrices
 from dsbd_cli.prompts import Prompt, encode
@@ -245,6 +246,13 @@ class Decoder:
         """
         models = {"target": self.target} | ({"draft": self.draft} if self.draft is not None else {})
         return {role: model.verdict()._asdict() for role, model in models.items()}
+
+    def keep_packed(self, places: Mapping[str, Place]) -> None:
+        """Keep weights as forwards in C read them, by role, for the next start of the same pair."""
+        for role, place in places.items():
+            model = self.target if role == "target" else self.draft
+            if model is not None:
+                model.keep_packed(place)
 
     def meter(self, with_draft: bool) -> EnergyMeter:
         """An energy meter over the devices that a run uses."""

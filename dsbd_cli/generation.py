@@ -129,7 +129,15 @@ class Generation:
         samplers = SeededSampler(self.seed, 0), SeededSampler(self.seed, 1)
         choice = self.decoder.choose(settings, target, self.draft, trie, samplers[1])
         run = start(
-            settings, target, self.draft, trie, *samplers, choice.engine, choice.proposer, self.prices()
+            settings,
+            target,
+            self.draft,
+            trie,
+            *samplers,
+            choice.engine,
+            choice.proposer,
+            self.prices(),
+            self.ids,
         )
         run.keep_answer = self.reuse
         return run

@@ -87,6 +87,18 @@ PARAMETERS = [
         panel=DECODING,
     ),
     _option(
+        Int,
+        "--forest-nodes",
+        help="Keep the most probable nodes of a forest, this many at most; 0 keeps all (cover only).",
+        panel=DECODING,
+    ),
+    _option(
+        Int,
+        "--lookup",
+        help="Prompt lookup: propose up to this many tokens that followed the last ones before; 0 is off (cover only).",
+        panel=DECODING,
+    ),
+    _option(
         Text,
         "--prices",
         help="What an adaptive forest costs: auto (measured here, once), off (assumed), or a file of prices.",
@@ -270,7 +282,8 @@ def _open(spec: Any, settings: Settings, wanted: bool) -> Decoder:
     decoder = Decoder(pair, settings)
     if pair.target.device.type == "cpu":
         with contextlib.suppress(UserError):  # what is not served is said when it is asked for
-            ready.remember(spec, pair, decoder.verdicts())
+            if ready.remember(spec, pair, decoder.verdicts()):
+                decoder.keep_packed(ready.places(spec, pair))
     return decoder
 
 
