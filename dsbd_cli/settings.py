@@ -277,7 +277,10 @@ def _typed(name: str, value: Any) -> Any:
         return tuple(value)
     want = {"int": int, "float": float, "str": str, "bool": bool}[kind.split(" ")[0]]
     if want is float and type(value) is int:
-        return float(value)
+        try:
+            return float(value)
+        except OverflowError:
+            return math.inf if value > 0 else -math.inf
     if type(value) is not want:
         raise UserError(f"{_option(name)} must be {_A[want]}, not {value!r}")
     return value
