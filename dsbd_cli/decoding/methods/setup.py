@@ -175,6 +175,7 @@ def start(
     captured: CapturedProposer | None = None,
     prices: Prices | None = None,
     prompt: Sequence[int] = (),
+    draft_alone: bool = False,
 ) -> Run:
     """A `Run` for these settings on prefilled models; `draft` may be None for plain decoding.
 
@@ -182,6 +183,7 @@ def start(
         engine, captured: what `device.engines.Engines.choose` found for `demand_of` these settings, if anything.
         prices: what forests have to be worth on the host; None: all are full.
         prompt: token ids that `trie.root` stands for, for `lookup`.
+        draft_alone: propose by the draft alone, as a device does, also where the target's conditionals would serve.
     """
     one_beam = settings.method in ONE_BEAM_METHODS
     width = 1 if one_beam else settings.width
@@ -208,7 +210,7 @@ def start(
         own = best and engine is None and captured is None
         proposer = DraftModelProposer(
             draft, trie, processor, draft_width, draft_sampler, best, mass, draws_distinct(settings),
-            target if own else None, top_n_needed(settings, len(trie.eos_ids)),
+            target if own and not draft_alone else None, top_n_needed(settings, len(trie.eos_ids)),
             settings.forest_nodes if own else 0,
         )  # fmt: skip
         if settings.lookup and own and gamma:
@@ -229,7 +231,7 @@ def start(
         dynamic_width=width_rule_of(settings),
         proposer=proposer,
         kv_one=kv_one,
-        survivors=own,
+        survivors=own and not draft_alone,
         shape=shape,
         engine=engine,
     )
