@@ -8,7 +8,7 @@ import time
 import pytest
 
 from dsbd_cli.bench.arms import Arm, build_arms
-from dsbd_cli.bench.measure import PairBackend
+from dsbd_cli.bench.backend import PairBackend
 from dsbd_cli.bench.methods import parse_methods
 from dsbd_cli.decoder import Decoder
 from dsbd_cli.settings import Settings
