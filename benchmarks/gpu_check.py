@@ -65,12 +65,15 @@ METHODS = {
     "beam": {"method": "beam"},
     "multinomial": {"method": "multinomial"},
     "cover": {"verify": "cover", "threshold": None},
+    "dynamic": {"verify": "cover", "threshold": 0.9, "min_width": 2},
+    "distinct width": {"verify": "cover", "threshold": 0.9, "width_rule": "distinct"},
     "paper": {"verify": "paper"},
     "continue": {"verify": "continue"},
-    "kv one": {"verify": "cover", "kv": "one"},
+    "kv one": {"verify": "cover", "kv": "one", "threshold": None},
     "speculative": {"method": "speculative"},
     "specinfer": {"method": "specinfer"},
     "deterministic": {"method": "dsbd", "deterministic": True},
+    "deterministic beam": {"method": "beam", "deterministic": True},
     "no top-k": {"verify": "cover", "top_k": 0, "threshold": None},
 }
 

@@ -24,8 +24,8 @@ WAYS: list[dict[str, Any]] = [
     {"method": "specinfer", "tree": (2, 2)},
     {"verify": "paper"},
     {"verify": "continue", "threshold": None},
-    {"threshold": 0.9, "min_width": 1},
-    {"kv": "one"},
+    {"threshold": 0.9, "min_width": 1, "forest": "full"},  # what a device drafts
+    {"kv": "one", "forest": "full"},
     {"deterministic": True, "width": 3},
     {"method": "beam", "deterministic": True, "width": 2, "early_stopping": "never"},
     {"temperature": 0.0},

@@ -123,14 +123,6 @@ def run(
     baseline: Annotated[
         str, typer.Option("--baseline", help="Arm that speeds are compared with.", rich_help_panel=RUN)
     ] = "beam",
-    tensor_parallel: Annotated[
-        int,
-        typer.Option(
-            "--tensor-parallel",
-            help="Under torchrun: processes that hold one target together.",
-            rich_help_panel=RUN,
-        ),
-    ] = 1,
     keep_distinct: Annotated[
         bool,
         typer.Option(
@@ -171,6 +163,7 @@ def run(
 
     need_extra()
     check_batch(batch)
+    team = chosen.team()
     options = Options(
         dataset=dataset,
         data_dir=data_dir,
@@ -188,7 +181,7 @@ def run(
         judge_timeout=judge_timeout,
         keep_distinct=keep_distinct,
         sql_timeout=sql_timeout,
-        tensor_parallel=tensor_parallel,
+        tensor_parallel=team.size,
     )
     spec, _ = chosen.resolve()
     parse_source(spec.target, "target")  # a mistyped path is a worse fault than a missing draft

@@ -23,6 +23,7 @@ from dsbd_cli.decoding.device.pipeline import Pipeline, Seat
 from dsbd_cli.decoding.device.proposer import CapturedProposer
 from dsbd_cli.decoding.forward.backends import on_current_device
 from dsbd_cli.decoding.forward.outcomes import CannotCapture, OutOfMemory
+from dsbd_cli.decoding.law.beam_search import candidates_kept
 from dsbd_cli.decoding.law.distribution import Sampler, SeededSampler
 from dsbd_cli.decoding.model.hf_model import HfTreeModel
 from dsbd_cli.decoding.model.protocol import Demand
@@ -108,7 +109,7 @@ class Engines:
             return None, "a context is shorter than the positions that a capture runs through"
         ours, theirs = target.side(), None if draft is None else draft.side()
         greedy, support, distinct = demand.processor.greedy, demand.processor.top_n, demand.distinct
-        sizes = 1, demand.width, draft_width, gamma
+        sizes = 1, demand.width, draft_width, gamma, _kept(demand, eos, ours.top_n)
         layout = CoverLayout.of(*sizes)
 
         def make() -> CoverIteration:
@@ -152,7 +153,8 @@ class Engines:
         limits = [model.max_positions for model in models if model is not None and model.max_positions]
         if min(limits, default=demand.gamma + 2) < demand.gamma + 2:
             return None
-        sizes = lanes, demand.width, demand.draft_width, demand.gamma
+        kept = _kept(demand, eos, ours.top_n)
+        sizes = lanes, demand.width, demand.draft_width, demand.gamma, kept
         layout = CoverLayout.of(*sizes)
         law = next(
             law
@@ -244,6 +246,13 @@ class Engines:
             del self._iterations[next(iter(self._iterations))]
         self._iterations[key] = found  # the last one used comes last
         return found  # type: ignore[no-any-return]
+
+
+def _kept(demand: Demand, eos: tuple[int, ...], top_n: int) -> int:
+    """Candidates of a layer of beam search, of which there are at most W x top_n; 0 where layers are drawn."""
+    if not demand.search:
+        return 0
+    return min(candidates_kept(demand.width, len(eos)), demand.width * top_n)
 
 
 def _why_not(target: HfTreeModel, draft: HfTreeModel | None, demand: Demand) -> str | None:

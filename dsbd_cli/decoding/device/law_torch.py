@@ -51,12 +51,24 @@ def unpacked(packed: Tensor) -> Best:
     return Best(packed[:, :count], packed[:, count:-1].contiguous().view(torch.int32).long(), packed[:, -1])
 
 
+class Joint(NamedTuple):
+    """The processed joint on its support, heaviest first: int64 and float64 [M]; prob 0: outside.
+
+    `weight` is the log weight before T.
+    """
+
+    parent: Tensor
+    token: Tensor
+    logp: Tensor
+    prob: Tensor
+    weight: Tensor
+
+
 def draft_layer(
     scores: Tensor, tokens: Tensor, logps: Tensor, greedy: bool, support: int, temperature: Tensor,
-    top_p: Tensor, uniforms: Tensor, distinct: bool = False, mass: Tensor | None = None,
-    min_width: Tensor | None = None,
+    top_p: Tensor, uniforms: Tensor, distinct: bool = False,
 ) -> Drafted:  # fmt: skip
-    """W draws of the processed joint (or fewer), one per uniform.
+    """W draws of the processed joint, one per uniform.
 
     Args:
         scores: float64 [I], log weights of the parents; -inf for what is none.
@@ -65,8 +77,15 @@ def draft_layer(
         temperature, top_p: float64 [1].
         uniforms: float64 [W].
         distinct: draws without replacement, as far as there are continuations; else iid.
-        mass, min_width: float64 and int64 [1], see `layout.CoverRequestFields`; None: W draws.
     """
+    joint = joint_of(scores, tokens, logps, greedy, support, temperature, top_p)
+    return drawn_from(joint, uniforms, distinct, torch.full((1,), len(uniforms), device=scores.device))
+
+
+def joint_of(
+    scores: Tensor, tokens: Tensor, logps: Tensor, greedy: bool, support: int, temperature: Tensor, top_p: Tensor
+) -> Joint:  # fmt: skip
+    """T on the parents' joint; arguments as in `draft_layer`."""
     size = 1 if greedy else min(support, tokens.numel())
     parent, token, logp, weight = _head(scores, tokens, logps, size)
     if greedy:
@@ -77,12 +96,12 @@ def draft_layer(
         reached = (torch.cumsum(prob, 0)[:-1] >= top_p) & (top_p < 1)
         prob = torch.cat([prob[:1], prob[1:].masked_fill(reached, 0.0)])
         prob = prob / prob.sum()
-    count = torch.full((1,), len(uniforms), device=prob.device)
-    if mass is not None and min_width is not None:
-        # Those whose mass is needed: what is before them has not reached it. (Heaviest first, here.)
-        before = torch.cumsum(prob, 0) - prob
-        needed = ((before < mass) & (prob > 0)).sum(0, keepdim=True)
-        count = torch.minimum(torch.maximum(needed, min_width), count)
+    return Joint(parent, token, logp, prob, weight)
+
+
+def drawn_from(joint: Joint, uniforms: Tensor, distinct: bool, count: Tensor) -> Drafted:
+    """A layer of at most `count` draws, int64 [1], the others not `there`."""
+    parent, token, logp, prob, weight = joint
     order = torch.argsort((parent << 32) | token)
     parent, token, logp, prob, weight = (x[order] for x in (parent, token, logp, prob, weight))
     there = torch.arange(len(uniforms), device=prob.device) < count
@@ -111,6 +130,57 @@ def _draws(weights: Tensor, uniforms: Tensor) -> Tensor:
     return torch.minimum(draws, last).clamp(max=len(weights) - 1)
 
 
+def draws_holding(joint: Joint, mass: Tensor, min_width: Tensor, width: int) -> Tensor:
+    """`law.width.DistinctWidth`: int64 [1], how many continuations hold `mass` of p together."""
+    # What is before them has not reached it.
+    before = torch.cumsum(joint.prob, 0) - joint.prob
+    needed = ((before < mass) & (joint.prob > 0)).sum(0, keepdim=True)
+    return torch.maximum(needed, min_width).clamp(max=width)
+
+
+def draws_inside(joint: Joint, inside: Tensor, slack: Tensor, min_width: Tensor, width: int) -> Tensor:
+    """`law.width.ThresholdWidth.for_cover`: int64 [1], the most draws that probably need no further target call.
+
+    Args:
+        inside: bool [M], the continuation lies in the forest's layer, or ends.
+        slack: float64 [1], the probability that may be missed.
+    """
+    mass = torch.where(inside, joint.prob, 0.0).sum(0, keepdim=True)
+    powers = mass ** torch.arange(1, width + 1, device=mass.device)
+    return torch.maximum((1 - powers <= slack).sum(0, keepdim=True), min_width)
+
+
+class Searched(NamedTuple):
+    """One layer of beam search on the device: `kept` candidates, best first, and the W next beams among them.
+
+    Attributes:
+        parent, token, score: int64 and float64 [kept]; the score is a float32 sum, -inf where there is none.
+        beams: int64 [W], which candidates go on. weight: float64 [W], their scores; -inf where there is none.
+    """
+
+    parent: Tensor
+    token: Tensor
+    score: Tensor
+    beams: Tensor
+    weight: Tensor
+
+
+def search_layer(
+    scores: Tensor, tokens: Tensor, logps: Tensor, kept: int, width: int, eos: Tensor
+) -> Searched:  # fmt: skip
+    """`law.beam_search.best_candidates`, and the first W of them that do not end; arguments as in `draft_layer`."""
+    # Sums tie where their parts do not: by beam and token first.
+    tokens, order = torch.sort(tokens, dim=1)
+    sums = scores.float()[:, None] + logps.gather(1, order)
+    score, flat = torch.sort(sums.flatten(), descending=True, stable=True)
+    score, flat = score[:kept].double(), flat[:kept]
+    token = tokens.flatten()[flat]
+    goes_on = (score > -torch.inf) & ~torch.isin(token, eos)
+    beams = torch.argsort((~goes_on).byte(), stable=True)[:width]
+    weight = score[beams].masked_fill(~goes_on[beams], -torch.inf)
+    return Searched(flat // tokens.shape[1], token, score, beams, weight)
+
+
 def best_layer(scores: Tensor, tokens: Tensor, logps: Tensor, width: int) -> Drafted:
     """The `width` most probable distinct continuations of the joint; arguments as in `draft_layer`."""
     width = min(width, tokens.numel())
@@ -127,6 +197,11 @@ def _head(scores: Tensor, tokens: Tensor, logps: Tensor, size: int) -> tuple[Ten
     weight, flat = torch.sort((scores[:, None] + wide).flatten(), descending=True, stable=True)
     weight, flat = weight[:size], flat[:size]
     return flat // tokens.shape[1], tokens.flatten()[flat], wide.flatten()[flat], weight
+
+
+def _only_best(weight: Tensor) -> Tensor:
+    """`weight` of the heaviest, the first of equals, -inf of the others."""
+    return weight.masked_fill(torch.arange(len(weight), device=weight.device) != weight.argmax(), -torch.inf)
 
 
 class TorchLaw:
@@ -238,10 +313,10 @@ class TorchLaw:
         position = now.position.of(state)[0]
         offset = (position - sent.origin.of(request)[0]) + torch.arange(gamma + 1, device=device)
         uniforms = sent.uniforms.of(request, torch.float64)[0][offset.clamp(0, layout.window - 1)]
-        temperature, top_p, mass = (
-            x.of(request, torch.float64)[0] for x in (sent.temperature, sent.top_p, sent.mass)
+        temperature, top_p, mass, slack = (
+            x.of(request, torch.float64)[0] for x in (sent.temperature, sent.top_p, sent.mass, sent.slack)
         )
-        min_width = sent.min_width.of(request)[0]
+        min_width, last = sent.min_width.of(request)[0], sent.last.of(request)[0]
         parents, tokens = forest.parent.of(outcome)[0], forest.token.of(outcome)[0]
         weights = forest.weight.of(outcome, torch.float64)[0]
         # Of each node of the forest, its parent's place among all nodes.
@@ -250,36 +325,47 @@ class TorchLaw:
         at = torch.arange(width, device=device)  # nodes whose logits the next layer is drawn from
         score = now.score.of(state, torch.float64)[0]
         going = torch.ones(1, dtype=torch.bool, device=device)
+        # Where one beam is kept, and the forest holds it: one more layer, from it alone.
+        one_beam, more = sent.one_beam.of(request)[0] > 0, torch.zeros_like(going)
         count = torch.zeros(1, dtype=torch.long, device=device)
         token, node, weight_after = now.token.of(state)[0], at, score
         for depth in range(gamma + 1):
-            drawn = draft_layer(
-                score,
-                best.ids[at],
-                best.logps[at],
-                greedy,
-                support,
-                temperature,
-                top_p,
-                uniforms[depth],
-                distinct,
-                mass,
-                min_width,
-            )
-            parent, new = drawn.parent[drawn.draws], drawn.token[drawn.draws]
-            weight = drawn.scores.masked_fill(torch.isin(new, eos), -torch.inf)
+
+            def found(node: Tensor, token: Tensor, depth: int = depth) -> Tensor:
+                """Which draws of the forest's layer these continuations of nodes are: bool [N, W_S]."""
+                alive = torch.isfinite(weights[depth])
+                return (node[:, None] == above[depth]) & (token[:, None] == tokens[depth]) & alive
+
+            ids, logps = best.ids[at], best.logps[at]
+            if layout.kept:
+                search = search_layer(score, ids, logps, layout.kept, width, eos)
+                parent, new, weight = search.parent[search.beams], search.token[search.beams], search.weight
+                shown = torch.where(search.score > -torch.inf, search.parent, -1), search.token, search.score
+            else:
+                joint = joint_of(score, ids, logps, greedy, support, temperature, top_p)
+                wide = draws_holding(joint, mass, min_width, width)
+                by_forest = torch.full_like(wide, width)
+                if depth < gamma:
+                    inside = torch.isin(joint.token, eos) | found(at[joint.parent], joint.token).any(1)
+                    by_forest = torch.where(
+                        (position + depth + 1 < last) & ~more,
+                        draws_inside(joint, inside, slack, min_width, width),
+                        by_forest,
+                    )
+                wide = torch.where(slack >= 0, by_forest, wide)
+                drawn = drawn_from(joint, uniforms[depth], distinct, wide)
+                parent, new = drawn.parent[drawn.draws], drawn.token[drawn.draws]
+                weight = drawn.scores.masked_fill(torch.isin(new, eos), -torch.inf)
+                shown = torch.where(drawn.there, parent, -1), new, drawn.logp[drawn.draws]
             from_node = at[parent]
             held = torch.zeros(width, dtype=torch.bool, device=device)
             place = at
             if depth < gamma:
-                alive = torch.isfinite(weights[depth])
-                same = (from_node[:, None] == above[depth]) & (new[:, None] == tokens[depth]) & alive
+                same = found(from_node, new)
                 held = same.any(1)
                 place = torch.where(held, width + depth * draft_width + same.int().argmax(1), 0)
-            verified.parent.of(outcome)[0, depth] = torch.where(drawn.there, parent, -1)
-            verified.token.of(outcome)[0, depth] = new
-            verified.logp.of(outcome, torch.float64)[0, depth] = drawn.logp[drawn.draws]
-            verified.held.of(outcome)[0, depth] = held.long()
+            verified.parent.of(outcome)[0, depth], verified.token.of(outcome)[0, depth] = shown[:2]
+            verified.logp.of(outcome, torch.float64)[0, depth] = shown[2]
             verified.finite.of(outcome)[0, depth] = best.finite[at].long()
             count = count + going
             token, node, weight_after = (
@@ -287,8 +373,11 @@ class TorchLaw:
                 for one, other in ((new, token), (from_node, node), (weight, weight_after))
             )
             live = torch.isfinite(weight)
-            going = going & (held | ~live).all() & live.any()
-            at, score = place, weight
+            passed, alone = (held | ~live).all(), _only_best(weight)
+            again = one_beam & going & ~more & ~passed & (held & torch.isfinite(alone)).any()
+            going = (going & ~more & passed & live.any()) | again
+            at, score, more = place, torch.where(again, alone, weight), again
+        weight_after = torch.where(one_beam, _only_best(weight_after), weight_after)
         verified.layers.of(outcome)[0] = count
         now.token.of(after)[0] = token
         now.score.of(after, torch.float64)[0] = weight_after
@@ -299,9 +388,9 @@ class TorchLaw:
             return
         # Rows of what the draft has computed: the beams, then the forest without its last layer.
         draft_rows = sent.draft_rows.of(request)[0][width:]
-        last = len(draft_rows) - 1
-        now.draft_row.of(after)[0] = draft_rows[node.clamp(max=last)]
+        end = len(draft_rows) - 1
+        now.draft_row.of(after)[0] = draft_rows[node.clamp(max=end)]
         now.above.of(after)[0] = torch.cat([now.token.of(state)[0], tokens.flatten()])[node]
         grand = torch.cat([torch.zeros_like(at), above.flatten()])[node]
-        now.above_row.of(after)[0] = draft_rows[grand.clamp(max=last)]
+        now.above_row.of(after)[0] = draft_rows[grand.clamp(max=end)]
         now.missing.of(after)[0] = (count > gamma).long()

@@ -92,14 +92,25 @@ def _is_end(tokens, eos_ptr, count):
 
 
 @triton.jit
-def _entries(rows_ptr, at, real, score, COUNT: tl.constexpr, WIDE: tl.constexpr, PARENTS: tl.constexpr):
-    """Joint entries of some parents, flat [PARENTS x WIDE]: log weight, log-probability, token, parent."""
+def _entries(
+    rows_ptr, at, real, score,
+    COUNT: tl.constexpr, WIDE: tl.constexpr, PARENTS: tl.constexpr, SINGLE: tl.constexpr = False,
+):  # fmt: skip
+    """Joint entries of some parents, flat [PARENTS x WIDE]: log weight, log-probability, token, parent.
+
+    SINGLE: weights are float32 sums.
+    """
     k = tl.arange(0, WIDE)
     inside = real[:, None] & (k < COUNT)[None, :]
     where = rows_ptr + at[:, None] * (2 * COUNT + 1) + k[None, :]
-    logp = tl.load(where, mask=inside, other=-float("inf")).to(tl.float64)
+    logp = tl.load(where, mask=inside, other=-float("inf"))
+    if SINGLE:
+        total = (score.to(tl.float32)[:, None] + logp).to(tl.float64)
+    else:
+        total = score[:, None] + logp.to(tl.float64)
+    logp = logp.to(tl.float64)
     token = tl.load(where + COUNT, mask=inside, other=0.0).to(tl.int32, bitcast=True).to(tl.int64)
-    weight = tl.where(inside, score[:, None] + logp, -float("inf"))
+    weight = tl.where(inside, total, -float("inf"))
     parent = (tl.arange(0, PARENTS)[:, None] + tl.zeros([PARENTS, WIDE], tl.int32)).to(tl.int64)
     size: tl.constexpr = PARENTS * WIDE
     return (
@@ -109,9 +120,18 @@ def _entries(rows_ptr, at, real, score, COUNT: tl.constexpr, WIDE: tl.constexpr,
 
 
 @triton.jit
-def _heaviest(weight, logp, token, parent, count, SIZE: tl.constexpr, ENTRIES: tl.constexpr):
-    """The `count` heaviest entries in order, [SIZE]; ties: the earlier entry. Unused places weigh -inf."""
-    place, entry = tl.arange(0, SIZE), tl.arange(0, ENTRIES)
+def _heaviest(
+    weight, logp, token, parent, count,
+    SIZE: tl.constexpr, ENTRIES: tl.constexpr, BY_TOKEN: tl.constexpr = False,
+):  # fmt: skip
+    """The `count` heaviest entries in order, [SIZE]; unused places weigh -inf.
+
+    Ties: the earlier entry; BY_TOKEN: the earlier parent, then the lower token (sums tie where their parts do not).
+    """
+    place = tl.arange(0, SIZE)
+    rank = tl.arange(0, ENTRIES).to(tl.int64)
+    if BY_TOKEN:
+        rank += ((parent << 32) | token) * ENTRIES
     weights = tl.full([SIZE], -float("inf"), tl.float64)
     logps = tl.full([SIZE], -float("inf"), tl.float64)
     tokens = tl.zeros([SIZE], tl.int64)
@@ -119,8 +139,7 @@ def _heaviest(weight, logp, token, parent, count, SIZE: tl.constexpr, ENTRIES: t
     left = weight
     for i in range(count):
         top = tl.max(left, 0)
-        first = tl.min(tl.where(left == top, entry, ENTRIES), 0)
-        chosen = entry == first
+        chosen = rank == tl.min(tl.where(left == top, rank, 9223372036854775807), 0)
         here = place == i
         weights = tl.where(here, top, weights)
         logps = tl.where(here, tl.sum(tl.where(chosen, logp, 0.0), 0), logps)
@@ -228,11 +247,12 @@ def _verify(
     S_ABOVE: tl.constexpr, S_ABOVE_ROW: tl.constexpr, S_FIRST: tl.constexpr, S_MISSING: tl.constexpr,
     S_POSITION: tl.constexpr,
     R_ROWS: tl.constexpr, R_DRAFT_ROWS: tl.constexpr, R_ORIGIN: tl.constexpr, R_TEMPERATURE: tl.constexpr,
-    R_TOP_P: tl.constexpr, R_MASS: tl.constexpr, R_MIN_WIDTH: tl.constexpr, R_UNIFORMS: tl.constexpr,
+    R_TOP_P: tl.constexpr, R_MASS: tl.constexpr, R_MIN_WIDTH: tl.constexpr, R_SLACK: tl.constexpr,
+    R_LAST: tl.constexpr, R_ONE_BEAM: tl.constexpr, R_UNIFORMS: tl.constexpr,
     F_PARENT: tl.constexpr, F_TOKEN: tl.constexpr, F_WEIGHT: tl.constexpr,
-    V_PARENT: tl.constexpr, V_TOKEN: tl.constexpr, V_LOGP: tl.constexpr, V_HELD: tl.constexpr,
-    V_FINITE: tl.constexpr, V_LAYERS: tl.constexpr,
-    GREEDY: tl.constexpr, DISTINCT: tl.constexpr, COUNT: tl.constexpr, WIDE: tl.constexpr,
+    V_PARENT: tl.constexpr, V_TOKEN: tl.constexpr, V_LOGP: tl.constexpr, V_FINITE: tl.constexpr,
+    V_LAYERS: tl.constexpr,
+    KEPT: tl.constexpr, GREEDY: tl.constexpr, DISTINCT: tl.constexpr, COUNT: tl.constexpr, WIDE: tl.constexpr,
     BEAMS: tl.constexpr, SIZE: tl.constexpr, FOREST: tl.constexpr,
 ):  # fmt: skip
     """`TorchLaw.verify` of one request; S_, R_, F_ and V_ are where the fields of `layout` begin."""
@@ -255,95 +275,132 @@ def _verify(
     top_p = tl.where(top_p >= 1.0, 2.0, top_p)
     mass = tl.load(sent + R_MASS).to(tl.float64, bitcast=True)
     min_width = tl.load(sent + R_MIN_WIDTH)
+    slack = tl.load(sent + R_SLACK).to(tl.float64, bitcast=True)
+    last = tl.load(sent + R_LAST)
+    one_beam = tl.load(sent + R_ONE_BEAM) > 0
     going = begin == begin
+    more = begin != begin  # one more layer, from the one beam that is kept
     count = 0
     out_token = tl.zeros([BEAMS], tl.int64)
     out_node = at
     out_score = score
     for depth in range(GAMMA + 1):
-        weight, logp, token, parent = _entries(best_ptr, at, real, score, COUNT, WIDE, BEAMS)
-        weight, logp, token, parent = _heaviest(weight, logp, token, parent, SUPPORT, SIZE, BEAMS * WIDE)
-        if GREEDY:
-            prob = tl.where(e == 0, 1.0, 0.0).to(tl.float64)
-            before = tl.where(e == 0, 0.0, 1.0).to(tl.float64)
-        else:
-            prob = tl.exp((weight - tl.max(weight, 0)) / temperature)
-            prob = prob / tl.sum(prob, 0)
-            # Cut where the mass before an entry has reached top-p; the first always stays.
-            before = tl.sum(tl.where(e[None, :] < e[:, None], prob[None, :], 0.0), 1)
-            prob = tl.where((before < top_p) | (e == 0), prob, 0.0)
-            before = before / tl.sum(prob, 0)
-            prob = prob / tl.sum(prob, 0)
-        # Continuations whose mass the layer's width asks for: what is before them has not reached it.
-        wide = tl.maximum(tl.sum(((before < mass) & (prob > 0)).to(tl.int64), 0), min_width)
-        # Canonical order: parent, then token.
-        key = (parent << 32) | token
-        some = prob > 0
-        layer = tl.minimum(tl.maximum(begin + depth, 0), WINDOW - 1)
-        u = tl.load(sent + R_UNIFORMS + layer * BEAM_COUNT + d, mask=real, other=0).to(
-            tl.float64, bitcast=True
+        weight, logp, token, parent = _entries(best_ptr, at, real, score, COUNT, WIDE, BEAMS, KEPT > 0)
+        weight, logp, token, parent = _heaviest(
+            weight, logp, token, parent, SUPPORT, SIZE, BEAMS * WIDE, KEPT > 0
         )
-        far: tl.constexpr = 9223372036854775807
-        if DISTINCT:
-            pick = tl.full([BEAMS], -1, tl.int64)
-            left = prob
-            for i in range(BEAM_COUNT):
-                reach = tl.sum(tl.where(key[None, :] <= key[:, None], left[None, :], 0.0), 1)
-                total = tl.max(tl.where(left > 0, reach, 0.0), 0)
-                beyond = (left > 0) & (reach > tl.sum(tl.where(d == i, u, 0.0), 0) * total)
-                one = tl.min(tl.where(beyond, key, far), 0)
-                one = tl.where(one == far, tl.max(tl.where(left > 0, key, -1), 0), one)
-                pick = tl.where(d == i, one, pick)  # -1 where nothing is left
-                left = tl.where(key == one, 0.0, left)
+        # The forest's layer; its parents' places among all nodes: the beams, then the forest.
+        there = (f < DRAFT_WIDTH) & (depth < GAMMA)
+        f_at = depth * DRAFT_WIDTH + f
+        start = tl.where(depth > 0, BEAM_COUNT + (depth - 1) * DRAFT_WIDTH, 0)
+        f_parent = tl.load(out + F_PARENT + f_at, mask=there, other=-1) + start
+        f_token = tl.load(out + F_TOKEN + f_at, mask=there, other=-1)
+        f_weight = tl.load(out + F_WEIGHT + f_at, mask=there, other=0).to(tl.float64, bitcast=True)
+        f_alive = there & (f_weight > -float("inf"))
+        ends = _is_end(token, eos_ptr, eos_count)
+        to = out + depth * BEAM_COUNT + d
+        if KEPT > 0:
+            # Beam search: the best candidates that do not end are the next beams.
+            some = weight > -float("inf")
+            goes_on = some & ~ends
+            rank = tl.sum(tl.where(e[None, :] < e[:, None], goes_on.to(tl.int32)[None, :], 0), 1)
+            mine = goes_on[None, :] & (rank[None, :] == d[:, None]) & real[:, None]
+            dead = tl.sum(mine.to(tl.int32), 1) == 0
+            shown = out + depth * KEPT + e
+            tl.store(shown + V_PARENT, tl.where(some, parent, -1), mask=e < KEPT)
+            tl.store(shown + V_TOKEN, token, mask=e < KEPT)
+            tl.store(shown + V_LOGP, weight.to(tl.int64, bitcast=True), mask=e < KEPT)
+            new = tl.sum(tl.where(mine, token[None, :], 0), 1)
+            above = tl.sum(tl.where(mine, parent[None, :], 0), 1)
+            after = tl.sum(tl.where(mine, weight[None, :], 0.0), 1)
         else:
-            reach = tl.sum(tl.where(key[None, :] <= key[:, None], prob[None, :], 0.0), 1)
-            total = tl.max(tl.where(some, reach, 0.0), 0)
-            beyond = some[None, :] & (reach[None, :] > (u * total)[:, None])
-            pick = tl.min(tl.where(beyond, key[None, :], far), 1)
-            pick = tl.where(pick == far, tl.max(tl.where(some, key, -1), 0), pick)
-        absent = (pick < 0) | (d >= wide)
-        mine = some[None, :] & (key[None, :] == pick[:, None])
-        new = tl.sum(tl.where(mine, token[None, :], 0), 1)
-        above = tl.sum(tl.where(mine, parent[None, :], 0), 1)
-        lp = tl.sum(tl.where(mine, logp[None, :], 0.0), 1)
-        after = tl.sum(tl.where(mine, weight[None, :], 0.0), 1)
-        same = (pick[None, :] == pick[:, None]) & (d[None, :] < d[:, None]) & real[None, :]
-        ended = _is_end(new, eos_ptr, eos_count)
-        dead = (tl.sum(same.to(tl.int32), 1) > 0) | ended | absent | ~real
+            if GREEDY:
+                prob = tl.where(e == 0, 1.0, 0.0).to(tl.float64)
+                before = tl.where(e == 0, 0.0, 1.0).to(tl.float64)
+            else:
+                prob = tl.exp((weight - tl.max(weight, 0)) / temperature)
+                prob = prob / tl.sum(prob, 0)
+                # Cut where the mass before an entry has reached top-p; the first always stays.
+                before = tl.sum(tl.where(e[None, :] < e[:, None], prob[None, :], 0.0), 1)
+                prob = tl.where((before < top_p) | (e == 0), prob, 0.0)
+                before = before / tl.sum(prob, 0)
+                prob = prob / tl.sum(prob, 0)
+            # Continuations whose mass the layer's width asks for: what is before them has not reached it.
+            wide = tl.maximum(tl.sum(((before < mass) & (prob > 0)).to(tl.int64), 0), min_width)
+            if slack >= 0:
+                # Or: the most draws that stay in the forest, or end, with the probability asked for.
+                node = tl.sum(tl.where(parent[:, None] == d[None, :], at[None, :], 0), 1)
+                inside = f_alive[None, :] & (f_parent[None, :] == node[:, None])
+                inside = inside & (f_token[None, :] == token[:, None])
+                stays = tl.sum(tl.where(ends | (tl.sum(inside.to(tl.int32), 1) > 0), prob, 0.0), 0)
+                power, reach = stays, min_width * 0
+                for _ in range(BEAM_COUNT):
+                    reach += (1 - power <= slack).to(tl.int64)
+                    power = power * stays
+                beside = (depth < GAMMA) & (position + depth + 1 < last) & (more == 0)
+                wide = tl.where(beside, tl.maximum(reach, min_width), BEAM_COUNT)
+            # Canonical order: parent, then token.
+            key = (parent << 32) | token
+            some = prob > 0
+            layer = tl.minimum(tl.maximum(begin + depth, 0), WINDOW - 1)
+            u = tl.load(sent + R_UNIFORMS + layer * BEAM_COUNT + d, mask=real, other=0).to(
+                tl.float64, bitcast=True
+            )
+            far: tl.constexpr = 9223372036854775807
+            if DISTINCT:
+                pick = tl.full([BEAMS], -1, tl.int64)
+                left = prob
+                for i in range(BEAM_COUNT):
+                    reached = tl.sum(tl.where(key[None, :] <= key[:, None], left[None, :], 0.0), 1)
+                    total = tl.max(tl.where(left > 0, reached, 0.0), 0)
+                    beyond = (left > 0) & (reached > tl.sum(tl.where(d == i, u, 0.0), 0) * total)
+                    one = tl.min(tl.where(beyond, key, far), 0)
+                    one = tl.where(one == far, tl.max(tl.where(left > 0, key, -1), 0), one)
+                    pick = tl.where(d == i, one, pick)  # -1 where nothing is left
+                    left = tl.where(key == one, 0.0, left)
+            else:
+                reached = tl.sum(tl.where(key[None, :] <= key[:, None], prob[None, :], 0.0), 1)
+                total = tl.max(tl.where(some, reached, 0.0), 0)
+                beyond = some[None, :] & (reached[None, :] > (u * total)[:, None])
+                pick = tl.min(tl.where(beyond, key[None, :], far), 1)
+                pick = tl.where(pick == far, tl.max(tl.where(some, key, -1), 0), pick)
+            absent = (pick < 0) | (d >= wide)
+            mine = some[None, :] & (key[None, :] == pick[:, None])
+            new = tl.sum(tl.where(mine, token[None, :], 0), 1)
+            above = tl.sum(tl.where(mine, parent[None, :], 0), 1)
+            lp = tl.sum(tl.where(mine, logp[None, :], 0.0), 1)
+            after = tl.sum(tl.where(mine, weight[None, :], 0.0), 1)
+            same = (pick[None, :] == pick[:, None]) & (d[None, :] < d[:, None]) & real[None, :]
+            ended = _is_end(new, eos_ptr, eos_count)
+            dead = (tl.sum(same.to(tl.int32), 1) > 0) | ended | absent | ~real
+            tl.store(to + V_PARENT, tl.where(absent, -1, above), mask=real)
+            tl.store(to + V_TOKEN, new, mask=real)
+            tl.store(to + V_LOGP, lp.to(tl.int64, bitcast=True), mask=real)
         after = tl.where(dead, -float("inf"), after)
         live = after > -float("inf")
         from_node = tl.sum(tl.where(above[:, None] == d[None, :], at[None, :], 0), 1)
-        held = d < 0
-        place = tl.zeros([BEAMS], tl.int64)
-        if depth < GAMMA:
-            there = f < DRAFT_WIDTH
-            f_at = depth * DRAFT_WIDTH + f
-            # Places among all nodes: the beams, then the forest.
-            start = tl.where(depth > 0, BEAM_COUNT + (depth - 1) * DRAFT_WIDTH, 0)
-            f_parent = tl.load(out + F_PARENT + f_at, mask=there, other=-1) + start
-            f_token = tl.load(out + F_TOKEN + f_at, mask=there, other=-1)
-            f_weight = tl.load(out + F_WEIGHT + f_at, mask=there, other=0).to(tl.float64, bitcast=True)
-            match = (
-                (there & (f_weight > -float("inf")))[None, :] & (f_parent[None, :] == from_node[:, None])
-                & (f_token[None, :] == new[:, None])
-            )  # fmt: skip
-            held = tl.sum(match.to(tl.int32), 1) > 0
-            index = tl.min(tl.where(match, f[None, :], FOREST), 1)
-            place = tl.where(held, (BEAM_COUNT + depth * DRAFT_WIDTH + index).to(tl.int64), 0)
+        match = (
+            f_alive[None, :] & (f_parent[None, :] == from_node[:, None]) & (f_token[None, :] == new[:, None])
+        )
+        held = tl.sum(match.to(tl.int32), 1) > 0
+        index = tl.min(tl.where(match, f[None, :], FOREST), 1)
+        place = tl.where(held, (BEAM_COUNT + depth * DRAFT_WIDTH + index).to(tl.int64), 0)
         finite = tl.load(best_ptr + at * (2 * COUNT + 1) + 2 * COUNT, mask=real, other=0.0)
-        to = out + depth * BEAM_COUNT + d
-        tl.store(to + V_PARENT, tl.where(absent, -1, above), mask=real)
-        tl.store(to + V_TOKEN, new, mask=real)
-        tl.store(to + V_LOGP, lp.to(tl.int64, bitcast=True), mask=real)
-        tl.store(to + V_HELD, held.to(tl.int64), mask=real)
         tl.store(to + V_FINITE, finite.to(tl.int64), mask=real)
         count += going.to(tl.int32)  # type: ignore[attr-defined]
         out_token = tl.where(going, new, out_token)
         out_node = tl.where(going, from_node, out_node)
         out_score = tl.where(going, after, out_score)
         unknown = tl.sum((live & ~held).to(tl.int32), 0)
-        going = going & (unknown == 0) & (tl.sum(live.to(tl.int32), 0) > 0)
-        at, score = place, after
+        best = tl.min(tl.where(after == tl.max(after, 0), d, BEAMS), 0)
+        kept = tl.sum((live & held & (d == best)).to(tl.int32), 0) > 0
+        again = one_beam & going & (more == 0) & (unknown > 0) & kept
+        going = (going & (more == 0) & (unknown == 0) & (tl.sum(live.to(tl.int32), 0) > 0)) | again
+        at, score = place, tl.where(again & (d != best), -float("inf"), after)
+        more = again
+    if one_beam:
+        best = tl.min(tl.where(out_score == tl.max(out_score, 0), d, BEAMS), 0)
+        out_score = tl.where(d == best, out_score, -float("inf"))
     tl.store(out + V_LAYERS, count.to(tl.int64))  # type: ignore[attr-defined]
     first = tl.min(
         tl.where((out_node[:, None] == out_node[None, :]) & real[None, :], d[None, :], BEAMS), 1
@@ -443,7 +500,7 @@ class TritonLaw:
         eos: Tensor, greedy: bool, support: int, distinct: bool = False,
     ) -> None:  # fmt: skip
         count = best.shape[1] // 2
-        size = min(1 if greedy else support, layout.width * count)
+        size = layout.kept or min(1 if greedy else support, layout.width * count)
         sent = layout.request
         names: dict[str, int] = {}
         for letter, fields in (("S", layout.state), ("V", layout.verified)):
@@ -455,11 +512,12 @@ class TritonLaw:
             NODES=layout.nodes, WINDOW=layout.window, SUPPORT=size,
             DRAFT_COMPUTED=max(1, layout.draft_nodes - layout.width),
             R_ROWS=sent.target_rows.start, R_DRAFT_ROWS=sent.draft_rows.start, R_ORIGIN=sent.origin.start,
-            R_TEMPERATURE=sent.temperature.start, R_TOP_P=sent.top_p.start, 
-            R_MASS=sent.mass.start, R_MIN_WIDTH=sent.min_width.start, R_UNIFORMS=sent.uniforms.start,
+            R_TEMPERATURE=sent.temperature.start, R_TOP_P=sent.top_p.start,
+            R_MASS=sent.mass.start, R_MIN_WIDTH=sent.min_width.start, R_SLACK=sent.slack.start, R_LAST=sent.last.start,
+            R_ONE_BEAM=sent.one_beam.start, R_UNIFORMS=sent.uniforms.start,
             F_PARENT=layout.forest.parent.start, F_TOKEN=layout.forest.token.start,
             F_WEIGHT=layout.forest.weight.start, **names,
-            GREEDY=greedy, DISTINCT=distinct, COUNT=count, WIDE=triton.next_power_of_2(count),
+            KEPT=layout.kept, GREEDY=greedy, DISTINCT=distinct, COUNT=count, WIDE=triton.next_power_of_2(count),
             BEAMS=triton.next_power_of_2(layout.width), SIZE=max(2, triton.next_power_of_2(size)),
             FOREST=max(2, triton.next_power_of_2(layout.draft_width)), num_warps=1,
         )  # fmt: skip

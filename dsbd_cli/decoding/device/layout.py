@@ -82,6 +82,10 @@ class CoverRequestFields(NamedTuple):
         temperature, top_p: float64 [1].
         mass, min_width: float64 and int64 [1], a layer has as many draws as continuations hold that mass
             of p, at least min_width; min_width W: W draws in every layer.
+        slack: float64 [1], where it is not negative a layer has instead the most draws that stay in the forest
+            with probability 1 - slack, at least min_width; W where no forest is beside it.
+        last: [1], the position of the budget's last token: no forest is beside that layer.
+        one_beam: [1], 1 where only the beam of the highest score goes on behind an iteration.
         uniforms: float64 [window, W].
     """
 
@@ -100,6 +104,9 @@ class CoverRequestFields(NamedTuple):
     top_p: Field
     mass: Field
     min_width: Field
+    slack: Field
+    last: Field
+    one_beam: Field
     uniforms: Field
 
 
@@ -130,11 +137,13 @@ class ForestFields(NamedTuple):
 class VerifiedFields(NamedTuple):
     """The layers that the target drew, [gamma + 1, W] each.
 
+    Under beam search (`CoverLayout.kept`) a layer is its best candidates, best first: parent, token and logp are
+    [gamma + 1, kept] then, and logp is the float32 score. The first W that do not end are the next beams.
+
     Attributes:
         parent: place among the draws above (for the first layer: among the beams); -1 where there is no
             draw, behind all others: the layer is narrower.
         token: of the draw. logp: float64, its raw log-probability.
-        held: 1 if the draw lies in the forest.
         finite: by place above, 1 where its target logits are numbers.
         layers: [1], how many of them hold.
     """
@@ -142,7 +151,6 @@ class VerifiedFields(NamedTuple):
     parent: Field
     token: Field
     logp: Field
-    held: Field
     finite: Field
     layers: Field
 
@@ -163,6 +171,7 @@ class CoverLayout:
     Attributes:
         requests: R.
         width, draft_width, gamma: W, W_S and gamma; gamma 0 where nothing is drafted.
+        kept: candidates of a layer of beam search; 0 where layers are drawn.
         nodes, draft_nodes: places that a request needs in either pool.
         window: layers that uniforms are sent for: this iteration's and those of the one before it.
         state, request, forest, verified: the fields. outcome holds forest and verified.
@@ -173,6 +182,7 @@ class CoverLayout:
     width: int
     draft_width: int
     gamma: int
+    kept: int
     nodes: int
     draft_nodes: int
     window: int
@@ -185,7 +195,7 @@ class CoverLayout:
     outcome_size: int
 
     @classmethod
-    def of(cls, requests: int, width: int, draft_width: int, gamma: int) -> CoverLayout:
+    def of(cls, requests: int, width: int, draft_width: int, gamma: int, kept: int = 0) -> CoverLayout:
         nodes = width + gamma * draft_width
         draft_nodes = 2 * width + (gamma - 1) * draft_width if gamma else 0
         window = 2 * (gamma + 1)
@@ -195,13 +205,14 @@ class CoverLayout:
             [request(nodes), request(nodes), request(draft_nodes), request(draft_nodes)]
             + [request(1) for _ in range(5)]
             + [request(state.size)]
-            + [request(1) for _ in range(5)]
+            + [request(1) for _ in range(8)]
             + [request(window, width)]
         )
         forest = _forest(outcome, width, draft_width, gamma, None)
-        verified = VerifiedFields._make([*(outcome(gamma + 1, width) for _ in range(5)), outcome(1)])
+        widths = [kept or width] * 3 + [width]
+        verified = VerifiedFields._make([*(outcome(gamma + 1, size) for size in widths), outcome(1)])
         return cls(
-            requests, width, draft_width, gamma, nodes, draft_nodes, window,
+            requests, width, draft_width, gamma, kept, nodes, draft_nodes, window,
             state_fields, request_fields, forest, verified, state.size, request.size, outcome.size,
         )  # fmt: skip
 

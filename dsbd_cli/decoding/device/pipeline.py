@@ -1,8 +1,8 @@
-"""Pipelined iterations of `cover`: the device is one iteration ahead of the host, which commits what it decided.
+"""Pipelined iterations: the device is one iteration ahead of the host, which commits what it decided.
 
 The host's side of `CoverIteration`: what the device decided becomes nodes, and the caches learn of it.
 Launching ahead, waiting, committing and dropping are one call, `step`, so their order cannot be got
-wrong. docs/design.md section 3 (why `cover` can run ahead) and section 5 (the cache). One module, since
+wrong. docs/design.md section 3 (why `cover` and beam search can run ahead) and section 5 (the cache). One module, since
 what is launched ahead, what is committed and what is dropped are the same few records.
 """
 
@@ -20,6 +20,7 @@ from dsbd_cli.decoding.device.iteration import (
     CoverIteration,
     DraftedLayer,
     Outcome,
+    Rules,
     Sent,
     Space,
     layer_of,
@@ -27,8 +28,8 @@ from dsbd_cli.decoding.device.iteration import (
 )
 from dsbd_cli.decoding.forward.capture import InFlight, OverlapClock
 from dsbd_cli.decoding.forward.outcomes import CannotCapture, OutOfMemory
-from dsbd_cli.decoding.law.distribution import LogitsProcessor, SeededSampler
-from dsbd_cli.decoding.law.width import DistinctWidth
+from dsbd_cli.decoding.law.distribution import SeededSampler
+from dsbd_cli.decoding.law.width import DistinctWidth, ThresholdWidth
 from dsbd_cli.decoding.model.protocol import Commit
 from dsbd_cli.decoding.tree.request import Request
 from dsbd_cli.decoding.tree.sequences import DraftLayer, Forest, Node
@@ -38,24 +39,12 @@ _BLOCK = 64
 
 
 class _Uniforms:
-    """What a request draws with: uniforms, looked at by launches and used by committed layers, and T.
+    """What a request draws with: uniforms, looked at by launches and used by committed layers.
 
     The sampler itself moves on in blocks, and to where it belongs by `settle`.
-
-    Attributes:
-        temperature, top_p: what they are drawn under.
-        mass, min_width: how many draws a layer has (`layout.CoverRequestFields`).
     """
 
-    def __init__(
-        self,
-        sampler: SeededSampler,
-        width: int,
-        processor: LogitsProcessor,
-        rule: DistinctWidth | None = None,
-    ) -> None:
-        self.temperature, self.top_p = processor.temperature, processor.enough
-        self.mass, self.min_width = (1.0, width) if rule is None else (rule.enough, rule.min_width)
+    def __init__(self, sampler: SeededSampler, width: int) -> None:
         self._sampler, self._width = sampler, width
         self._block = np.zeros((0, width))
         self._used = 0
@@ -84,7 +73,7 @@ class _Lane:
     Attributes:
         seat: whose it is. target, draft: the models as it sees them.
         commit: what to do with its layers.
-        uniforms: of its sampler.
+        uniforms: of its sampler. rules: what its layers are drawn under.
         state: where it starts in the next launch; None: where its last iteration ended.
         deepest: beams deeper than that have no room for an iteration in a context; None: no limit.
         beams, above: of its next iteration (`_Part`).
@@ -96,6 +85,7 @@ class _Lane:
     draft: Any
     commit: Commit
     uniforms: _Uniforms
+    rules: Rules
     state: np.ndarray | None
     deepest: int | None
     beams: list[Node | None]
@@ -135,15 +125,18 @@ class _Committed:
 
     Attributes:
         whole: the request goes on from the last of its layers.
-        draws: of that layer. layers: how many there were.
-        places: the forest's nodes by their places in it.
+        beams, parents: those of the next iteration and what is above each, by place, if `whole`.
+        depth: of the last layer. layers: how many there were.
+        computed: places in the iteration of beams and of the forest's nodes: at least of those that may live on.
     """
 
     forest: Forest
     whole: bool
-    draws: list[Node]
+    beams: list[Node | None]
+    parents: list[Node]
+    depth: int
     layers: int
-    places: list[list[Node | None]]
+    computed: dict[Node, int]
 
 
 class Pipeline:
@@ -164,7 +157,10 @@ class Pipeline:
         stopped: Callable[[CannotCapture | OutOfMemory], None],
     ) -> None:
         self._iteration, self._clock, self._stopped = iteration, clock, stopped
-        self._lanes: list[_Lane | None] = [None] * iteration.layout.requests
+        layout = iteration.layout
+        self._lanes: list[_Lane | None] = [None] * layout.requests
+        # Of each layer of the forest, its first place among the iteration's nodes.
+        self._first = [layout.width + depth * layout.draft_width for depth in range(layout.gamma)]
         self._in_flight: deque[_Iteration] = deque()
         self._usable = True  # else what is in flight still comes back, and the host goes on
 
@@ -173,9 +169,15 @@ class Pipeline:
         """W_S and gamma."""
         return self._iteration.layout.draft_width, self._iteration.layout.gamma
 
-    def seat(self, target: Any, draft: Any) -> Seat:
-        """A place for a request that these models serve: `HfTreeModel`s, or `RequestModel`s."""
-        return Seat(self, target, draft)
+    def seat(self, target: Any, draft: Any, forests: bool = True) -> Seat:
+        """A place for a request that these models serve: `HfTreeModel`s, or `RequestModel`s.
+
+        Args:
+            forests: whether anybody looks at the forests; else they stay numbers, and the host's share of an
+                iteration does not grow with them. With stop strings they are always looked at: a node may end by
+                one, which the device cannot see.
+        """
+        return Seat(self, target, draft, forests)
 
     @torch.inference_mode()
     def join(self, seat: Seat, request: Request, commit: Commit) -> _Lane | None:
@@ -190,9 +192,10 @@ class Pipeline:
             return None
         if not all(node.parent is not None and node.parent in seat.target.pool for node in beams):
             return None
-        uniforms = _Uniforms(request.sampler, request.width, request.processor, _rule(request))
+        uniforms = _Uniforms(request.sampler, request.width)
+        rules = _rules(request, seat.target.pool.prompt_length - 1 + request.trie.budget)
         places = [*beams, *[None] * (request.width - len(beams))]
-        lane = _Lane(seat, request, seat.target, seat.draft, commit, uniforms, None, deepest, places)
+        lane = _Lane(seat, request, seat.target, seat.draft, commit, uniforms, rules, None, deepest, places)
         if not lane.fits(beams[0].depth):
             return None
         lane.state = self._state_of(lane)
@@ -235,9 +238,8 @@ class Pipeline:
             done.append((part, self._commit(part, outcome)))
         for part, one in done:
             lane = part.lane
-            lane.beams = living(one.draws)
-            deep = one.layers > self._iteration.layout.gamma > 0
-            lane.above = [node.parent for node in one.draws if node.parent is not None] if deep else []
+            lane.beams = one.beams
+            lane.above = one.parents if one.layers > self._iteration.layout.gamma > 0 else []
         # What could not be launched before its beams were known may be now, before the caches are told.
         alive = [part.lane for part, one in done if one.whole]
         everyone = len(alive) == sum(lane is not None for lane in self._lanes)
@@ -269,7 +271,7 @@ class Pipeline:
         if (
             not one.whole
             or not self._usable
-            or (following is None and (self._in_flight or not lane.fits(one.draws[0].depth)))
+            or (following is None and (self._in_flight or not lane.fits(one.depth)))
         ):
             self._leave(lane)
         elif following is not None:
@@ -345,13 +347,8 @@ class Pipeline:
                 )
                 parts.append(_Part(lane, space))
                 origin = lane.target.pool.position(lane.request.hypotheses.active[0])
-                uniforms, ahead = lane.uniforms, lane.uniforms.ahead(self._iteration.layout.window)
-                sent.append(
-                    Sent(
-                        space, ahead, origin, uniforms.temperature, uniforms.top_p, uniforms.mass,
-                        uniforms.min_width, lane.state,
-                    )
-                )  # fmt: skip
+                ahead = lane.uniforms.ahead(self._iteration.layout.window)
+                sent.append(Sent(space, ahead, origin, lane.rules, lane.state))
             flight = self._iteration.launch(sent)
         except (CannotCapture, OutOfMemory) as error:
             for part in parts:
@@ -371,35 +368,104 @@ class Pipeline:
 
     def _commit(self, part: _Part, outcome: Outcome) -> _Committed:
         lane, request, uniforms, commit = part.lane, part.lane.request, part.lane.uniforms, part.lane.commit
-        forest, places = self._drafted(lane, part.beams, outcome.drafted)
+        child = request.trie.child
+        if lane.seat.forests:
+            forest, nodes = self._drafted(lane, part.beams, outcome.drafted)
+            computed, places = self._places(part.beams, nodes), None
+        else:
+            forest, places = Forest(computed=True), self._numbered(lane, part.beams, outcome.drafted)
+            computed = self._places(part.beams, [])
+        drafted = len(forest.layers) if places is None else len(places)
         above, whole = part.beams, True
+        reached = next(node.depth for node in above if node is not None)
+        searching = self._iteration.layout.kept > 0
         draws: list[Node] = []
+        passed = True
+        found: list[int | None] = list(
+            range(len(above))
+        )  # places of the parents in their layer of the forest
         for depth, layer in enumerate(outcome.sampled):
             for i, parent in enumerate(above):
                 if parent is not None and not layer.finite[i]:
                     raise lane.target.rows.fail(parent)
             uniforms.use()
             draws = []
-            for p, token, logp in zip(
-                layer.parent.tolist(), layer.token.tolist(), layer.logp.tolist(), strict=True
-            ):
+            for p, token, logp in zip(layer.parent, layer.token, layer.logp, strict=True):
                 parent = above[p]
                 assert parent is not None
-                node = request.trie.child(parent, token)
-                node.score = parent.score + logp
+                node = child(parent, token)
+                node.score = logp if searching else parent.score + logp
                 draws.append(node)
+            shown, kept = draws, list(range(len(draws)))
+            if searching:
+                # The device knows the candidates that end by themselves, and takes the best of the others.
+                kept = [i for i, node in enumerate(shown) if node.token not in request.trie.eos_ids][
+                    : request.width
+                ]
+                draws = [shown[i] for i in kept]
             above = living(draws)
             held: list[bool] | None = None
-            if depth < len(forest.layers):
+            if depth < drafted and passed:  # else it is drawn from the one beam that is kept
                 # The device looks for nodes that may have children; a drafted end is drafted as well.
-                inside = frozenset(forest.layers[depth].draws)
-                held = [one or node in inside for node, one in zip(draws, layer.held.tolist(), strict=True)]
-            goes_on = commit(draws, held)
+                if places is None:
+                    inside = frozenset(forest.layers[depth].draws)
+                    held = [node in inside for node in shown]
+                    passed = all(node in inside for node in above if node is not None)
+                else:
+                    spots = [
+                        places[depth].get((found[p], token))
+                        for p, token in zip(layer.parent, layer.token, strict=True)
+                    ]
+                    held = [spot is not None for spot in spots]
+                    first = self._first[depth]
+                    computed.update(
+                        (node, first + spot)
+                        for node, spot in zip(shown, spots, strict=True)
+                        if spot is not None
+                    )
+                    found = [spots[i] for i in kept]
+                    passed = all(
+                        spot is not None or node is None for node, spot in zip(above, found, strict=True)
+                    )
+            goes_on = commit(shown, held)
             # The device knows nothing of stop strings and budgets.
             whole = goes_on and all(node.finish in (None, "eos") for node in draws)
+            reached += 1
             if not whole:
                 break
-        return _Committed(forest, whole, draws, len(outcome.sampled), places)
+        if request.kv_one and whole:
+            best = max((node for node in above if node is not None), key=lambda node: node.score)
+            above = [node if node is best else None for node in above]
+        parents = [node.parent for node in draws if node.parent is not None]
+        return _Committed(forest, whole, above, parents, reached, len(outcome.sampled), computed)
+
+    def _places(self, beams: list[Node | None], layers: list[list[Node | None]]) -> dict[Node, int]:
+        """Where nodes are computed, given the forest's by layer and place."""
+        computed = {node: i for i, node in enumerate(beams) if node is not None}
+        for depth, nodes in enumerate(layers):
+            first = self._first[depth]
+            computed.update((node, first + i) for i, node in enumerate(nodes) if node is not None)
+        return computed
+
+    def _numbered(
+        self, lane: _Lane, beams: list[Node | None], layers: list[DraftedLayer]
+    ) -> list[dict[tuple[int | None, int], int]]:
+        """The forest as numbers: by layer, the place of each continuation by its parent's place and its token."""
+        trie, numbered = lane.request.trie, []
+        parents = [i for i, node in enumerate(beams) if node is not None]
+        room = trie.budget - next(node.depth for node in beams if node is not None) - 1
+        for drafted in layers[: max(0, room)]:  # the last layer of a budget needs no forest
+            if not parents:
+                break
+            if not drafted.finite[parents].all():
+                self._drafted(lane, beams, layers)  # tells which node it was
+            tokens = drafted.token.tolist()
+            places: dict[tuple[int | None, int], int] = {}
+            for i, key in enumerate(zip(drafted.parent.tolist(), tokens, strict=True)):
+                places.setdefault(key, i)
+            numbered.append(places)
+            parents = [i for i, token in enumerate(tokens) if token not in trie.eos_ids]
+        return numbered
 
     def _drafted(
         self, lane: _Lane, beams: list[Node | None], layers: list[DraftedLayer]
@@ -433,13 +499,9 @@ class Pipeline:
 
     def _adopt(self, part: _Part, done: _Committed) -> None:
         """Tell the caches which nodes of a reservation may live on; the next `retain` enters them."""
-        layout, deepest = self._iteration.layout, done.draws[0].depth
-        computed: dict[Node, int] = {node: i for i, node in enumerate(part.beams) if node is not None}
-        for depth, nodes in enumerate(done.places):
-            for i, node in enumerate(nodes):
-                # The next iteration computes its beams itself.
-                if node is not None and node.depth < deepest:
-                    computed[node] = layout.width + depth * layout.draft_width + i
+        layout = self._iteration.layout
+        # The next iteration computes its beams itself.
+        computed = {node: place for node, place in done.computed.items() if node.depth < done.depth}
         target, draft = part.space.pools
         target.commit(part.space.target, computed)
         if draft is None or part.space.draft is None:
@@ -457,8 +519,8 @@ class Pipeline:
 class Seat:
     """A request's place in a `Pipeline` (`model.protocol.Engine`)."""
 
-    def __init__(self, pipeline: Pipeline, target: Any, draft: Any) -> None:
-        self.pipeline, self.target, self.draft = pipeline, target, draft
+    def __init__(self, pipeline: Pipeline, target: Any, draft: Any, forests: bool = True) -> None:
+        self.pipeline, self.target, self.draft, self.forests = pipeline, target, draft, forests
         self.forest = Forest()
         self._lane: _Lane | None = None
 
@@ -486,7 +548,12 @@ class Seat:
                 model.pool.retain(leaves)
 
 
-def _rule(request: Request) -> DistinctWidth | None:
-    """What p alone says of a layer's width; None: W."""
-    rule = request.dynamic_width
-    return rule if isinstance(rule, DistinctWidth) else None
+def _rules(request: Request, last: int) -> Rules:
+    """What a request's layers are drawn under; `last`: the position of its budget's last token."""
+    processor, rule = request.processor, request.dynamic_width
+    rules = Rules(processor.temperature, processor.enough, min_width=request.width, last=last)
+    if isinstance(rule, DistinctWidth):
+        rules = rules._replace(mass=rule.enough, min_width=rule.min_width)
+    elif isinstance(rule, ThresholdWidth):
+        rules = rules._replace(slack=rule.slack, min_width=rule.min_width)
+    return rules._replace(one_beam=request.kv_one)

@@ -23,18 +23,18 @@ class ThresholdWidth:
 
     def __init__(self, width: int, min_width: int, threshold: float) -> None:
         self.width, self.min_width = width, min_width
-        self._slack = 1 - threshold + _ROUNDING
+        self.slack = 1 - threshold + _ROUNDING  # the probability that may be missed
 
     def for_draws(self, p: np.ndarray, q: np.ndarray, draws: int) -> int:
         """W_L for `paper` and `continue`: p, q aligned [n], `draws` = W_S."""
         # P(W_S, k) for k = 0..W_S: 1 - sum_{k<K} P is the probability of at least K accepts.
         below = np.cumsum(accept_counts(acceptances(p, q, draws)))
-        reach = [k for k in range(1, min(self.width, draws) + 1) if below[k - 1] <= self._slack]
+        reach = [k for k in range(1, min(self.width, draws) + 1) if below[k - 1] <= self.slack]
         return max([self.min_width, *reach])
 
     def for_cover(self, mass: float) -> int:
         """W_L for `cover`: `mass` is p's mass on the forest's layer or on finished sequences."""
-        reach = [k for k in range(1, self.width + 1) if 1 - mass**k <= self._slack]
+        reach = [k for k in range(1, self.width + 1) if 1 - mass**k <= self.slack]
         return max([self.min_width, *reach])
 
 

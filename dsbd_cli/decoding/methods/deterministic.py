@@ -7,13 +7,15 @@ Without a forest this is plain beam search.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
+from dsbd_cli.decoding.law.beam_search import best_candidates, candidates_kept
+from dsbd_cli.decoding.law.distribution import Row
 from dsbd_cli.decoding.law.verification import Verified
 from dsbd_cli.decoding.methods.dsbd import Run
-from dsbd_cli.decoding.model.protocol import Compute
+from dsbd_cli.decoding.model.protocol import Need, Turn
 from dsbd_cli.decoding.tree.events import Iteration, Layer
 from dsbd_cli.decoding.tree.sequences import Forest, Node
 
@@ -34,33 +36,32 @@ class BeamSearch:
         self._running: list[tuple[Node, np.float32]] = [(run.trie.root, np.float32(0))]
         self._finished: list[tuple[Node, np.float32]] = []
         self.done = run.trie.budget == 0
-        # Enough candidates that W unfinished ones are left even if every beam ends in each EOS.
-        self._keep = max(2, 1 + len(run.trie.eos_ids)) * run.width
+        self._keep = candidates_kept(run.width, len(run.trie.eos_ids))
 
     @property
     def running(self) -> list[Node]:
         return [node for node, _ in self._running]
 
-    def ranking(self) -> list[Node]:
-        """Finished sequences, best first; before any has finished, the running ones."""
-        return [node for node, _ in self._finished] or self.running
+    @property
+    def finished(self) -> list[Node]:
+        """Best first."""
+        return [node for node, _ in self._finished]
 
-    def step(self) -> list[Node]:
-        """One layer: the kept candidates, best first. Sets `done`."""
+    def candidates(self) -> list[Node]:
+        """The next layer's, best first."""
+        running = self.running
+        rows = [Row(*self._run.target.best(node, self._keep)) for node in running]
+        best = best_candidates([float(score) for _, score in self._running], rows, self._keep)
+        nodes = []
+        for parent, token, score in zip(*(part.tolist() for part in best), strict=True):
+            nodes.append(self._run.trie.child(running[parent], token))
+            nodes[-1].score = score
+        return nodes
+
+    def take(self, candidates: Sequence[Node]) -> None:
+        """One layer: its kept candidates, best first, `score` their sums. Sets `done`."""
         run = self._run
-        candidates = []
-        for order, (node, score) in enumerate(self._running):
-            tokens, logps = run.target.best(node, self._keep)
-            totals = logps.astype(np.float32) + score
-            candidates += [
-                (-float(total), order, int(token), node) for token, total in zip(tokens, totals, strict=True)
-            ]
-        candidates.sort(key=lambda entry: entry[:3])
-        kept: list[tuple[Node, np.float32]] = []
-        for negative, _, token, parent in candidates[: self._keep]:
-            child = run.trie.child(parent, token)
-            child.score = -negative
-            kept.append((child, np.float32(-negative)))
+        kept = [(node, np.float32(node.score)) for node in candidates]
         length = kept[0][0].depth
         # Only the W best candidates may finish; the others are spares for the running beams.
         self._finished += [
@@ -72,7 +73,6 @@ class BeamSearch:
         self._finished = self._finished[: run.width]
         self._running = [(node, score) for node, score in kept if node.finish is None][: run.width]
         self.done = self._over(length)
-        return [node for node, _ in kept]
 
     def _over(self, length: int) -> bool:
         if not self._running:
@@ -87,25 +87,39 @@ class BeamSearch:
         return not best > worst
 
 
-def beam_search(
-    run: Run, early_stopping: str, length_penalty: float
-) -> Iterator[Layer | Iteration | Compute]:
+def beam_search(run: Run, early_stopping: str, length_penalty: float) -> Iterator[Layer | Iteration | Need]:
     """Decode to the end; afterwards `run.hypotheses` ranks Hugging Face's own finished beams."""
-    state = BeamSearch(run, early_stopping, length_penalty)
+    state, engine = BeamSearch(run, early_stopping, length_penalty), run.engine
+
+    def take(candidates: list[Node], held: list[bool] | None) -> bool:
+        """Commit a layer (`protocol.Commit`)."""
+        state.take(candidates)
+        verified = None
+        if held is not None:
+            inside = dict(zip(candidates, held, strict=True))
+            verdicts = tuple(inside[node] for node in state.running)
+            verified = Verified((), verdicts, all(verdicts))
+        run.commit(state.running, verified, len(run.layers_taken()))
+        run.hypotheses.pool = state.finished
+        return not state.done
+
     while not state.done:
+        if engine is not None and engine.begin(run, take):
+            yield Turn(engine)
+            layers = run.layers_taken()
+            yield from layers
+            if layers:  # one that has just come in may have to wait for the next iteration
+                yield from run.finish_iteration(engine.forest, by=engine)
+            continue
         # The first layer's law is known from prefill: nothing to draft for.
         forest = Forest() if run.logits_known() else (yield from run.propose())
         yield from run.advance(forest)
         for depth in range(len(forest.layers) + 1):
-            state.step()
-            running = state.running
-            verified = None
-            if depth < len(forest.layers):
-                verdicts = tuple(run.target.has_logits(node) for node in running)
-                verified = Verified((), verdicts, all(verdicts))
-            yield run.commit(running, verified, depth)
-            run.hypotheses.pool = [node for node, _ in state._finished]
-            if state.done or not run.logits_known():
+            nodes = state.candidates()
+            held = [run.target.has_logits(node) for node in nodes] if depth < len(forest.layers) else None
+            goes_on = take(nodes, held)
+            yield run.layers_taken()[-1]
+            if not goes_on or not run.logits_known():
                 break
         yield from run.finish_iteration(forest)
-    run.hypotheses.active = [] if state._finished else run.hypotheses.active
+    run.hypotheses.active = [] if state.finished else run.hypotheses.active

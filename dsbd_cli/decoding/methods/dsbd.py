@@ -45,16 +45,16 @@ class Run(Request):
     Attributes:
         target: prefilled target model.
         proposer: where forests come from, or None for plain decoding.
-        kv_one: the memory-constrained mode.
         keep_answer: leave the best finished sequence in the caches, for a prompt that goes on from it.
+        survivors: what of a forest stands below the beams that go on stays computed, for the next one.
         shape: how large a forest is worth drafting, or None for always gamma layers of W_S.
         engine: runs `cover` iterations on the device, verification included, or None.
     """
 
     target: TreeModel
     proposer: Proposer | None = None
-    kv_one: bool = False
     keep_answer: bool = False
+    survivors: bool = False
     shape: ForestShape | None = None
     engine: Engine | None = None
     _layers: list[Layer] = field(default_factory=list)
@@ -158,10 +158,10 @@ class Run(Request):
     def skip_numbers(self, width: int) -> None:
         """Pass over what a layer of `width` draws leaves of its W random numbers.
 
-        Where W_L follows from p alone, a layer always has W of them: a device can then be given them
-        before p is known.
+        Of plain sampling and `cover` a layer always has W of them: a device can then be given them before p is
+        known.
         """
-        if isinstance(self.dynamic_width, DistinctWidth) and width < self.width:
+        if width < self.width:
             self.sampler.sample(np.ones(1), self.width - width)
 
     def finish_iteration(
@@ -182,6 +182,8 @@ class Run(Request):
         self._layers.clear()
         best = self.hypotheses.best_finished() if self.keep_answer else None
         leaves = active if best is None else [*active, best]
+        if self.survivors:
+            leaves = [*leaves, *forest.below(active)]
         for cache in (self.target, self.proposer) if by is None else (by,):
             if cache is not None:
                 cache.retain(leaves)

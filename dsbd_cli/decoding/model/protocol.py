@@ -107,8 +107,9 @@ class Demand:
         processor: T of the target.
         draft_processor: T of the draft, or None: the forest holds its most probable continuations.
         distinct: the target's draws of a layer are distinct.
-        why_not_pipelined: why this method cannot run ahead of the host; empty where it can (`cover` with
-            all beams and a width that p alone decides, and plain sampling).
+        search: a layer holds the best continuations (beam search), not draws.
+        why_not_pipelined: why this method cannot run ahead of the host; empty where it can (`cover`, plain
+            sampling and beam search).
         why_not_captured: why its forests cannot be drafted in a captured iteration; empty where they can.
     """
 
@@ -118,12 +119,13 @@ class Demand:
     processor: LogitsProcessor
     draft_processor: LogitsProcessor | None = None
     distinct: bool = False
+    search: bool = False
     why_not_pipelined: str = ""
     why_not_captured: str = ""
 
 
-# Takes a layer's draws and whether the forest holds each (None: no drafted layer beside it); whether the
-# request goes on.
+# Takes a layer's draws (of beam search: its candidates, best first) and whether the forest holds each (None: no
+# drafted layer beside it); whether the request goes on.
 Commit = Callable[[list[Node], "list[bool] | None"], bool]
 
 

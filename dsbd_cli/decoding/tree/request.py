@@ -26,6 +26,7 @@ class Request:
         dynamic_width: the rule for W_L, or None for W in every layer.
         draft_width: W_S, draws (or, for `cover`, distinct continuations) in each layer of a forest.
         gamma: layers to draft in an iteration, at most; 0 without a draft.
+        kv_one: the memory-constrained mode: only the best beam goes on behind an iteration.
     """
 
     trie: Trie
@@ -37,3 +38,4 @@ class Request:
     dynamic_width: ThresholdWidth | DistinctWidth | None = None
     draft_width: int = 0
     gamma: int = 0
+    kv_one: bool = False

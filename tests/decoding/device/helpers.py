@@ -44,6 +44,14 @@ PIPELINED: dict[str, dict[str, Any]] = {
     "distinct beam": {"method": "beam", "draws": "distinct", "width": 7, "top_k": 5},
     "distinct width": {"draws": "distinct", "threshold": 0.7, "min_width": 1},
     "iid of distinct width": {"threshold": 0.7, "min_width": 1, "width_rule": "distinct"},
+    "cover-dynamic": WAYS["cover-dynamic"],
+    "dynamic from one": {"threshold": 0.6, "min_width": 1, "width": 6, "draft_width": 4},
+    "kv-one": WAYS["kv-one"],
+    "kv-one dynamic": {"kv": "one", "threshold": 0.8, "min_width": 1},
+    "deterministic": WAYS["deterministic"],
+    "deterministic wide": {"deterministic": True, "width": 6, "draft_width": 9, "early_stopping": "never"},
+    "deterministic beam": {"method": "beam", "deterministic": True, "width": 3},
+    "deterministic one": {"deterministic": True, "width": 1, "min_width": 1, "length_penalty": 2.0},
 }
 
 

@@ -13,6 +13,7 @@ from dsbd_cli.decoding.cache.buffers import TreeMasks
 from dsbd_cli.decoding.cache.logits import finite_logits, log_probabilities, pack, unpack
 from dsbd_cli.decoding.device.law_torch import best_layer, draft_layer
 from dsbd_cli.decoding.device.layout import CoverLayout
+from dsbd_cli.decoding.law.beam_search import best_candidates, candidates_kept
 from dsbd_cli.decoding.law.distribution import (
     LogitsProcessor,
     Row,
@@ -21,7 +22,7 @@ from dsbd_cli.decoding.law.distribution import (
     joint,
     most_probable,
 )
-from dsbd_cli.decoding.law.width import DistinctWidth
+from dsbd_cli.decoding.law.width import DistinctWidth, ThresholdWidth
 from dsbd_cli.decoding.model.protocol import Side
 from tests.decoding.device.helpers import interpreted
 
@@ -137,18 +138,38 @@ class Given:
         return np.minimum(picks, np.searchsorted(cumulative, cumulative[-1], side="left")).tolist()
 
 
-def cover_by_numpy(rows, forest, uniforms, scores, processor, layout, distinct=False, rule=None):
-    """Layers of one request by `law.distribution` and the rule `cover`: parent, token, logp, held; weights after."""
+def cover_by_numpy(
+    rows, forest, uniforms, scores, processor, layout, distinct=False, rule=None, drafted=9, one_beam=False
+):
+    """Layers of one request by `law.distribution` and the rule `cover`: parent, token, logp, node above; weights after.
+
+    Args:
+        drafted: how many layers of the forest the budget has room for.
+    """
     width, draft_width = layout.width, layout.draft_width
     parents, tokens, alive = forest
     at, weights = list(range(width)), list(scores)
-    layers = []
+    layers, alone = [], False
     for depth in range(layout.gamma + 1):
         live = [i for i, weight in enumerate(weights) if weight > -np.inf]
         support = joint([weights[i] for i in live], [rows[at[i]] for i in live], processor)
-        count = width if rule is None else rule.of(support.prob)
+        count = width
+        if isinstance(rule, DistinctWidth):
+            count = rule.of(support.prob)
+        elif rule is not None and depth < min(drafted, layout.gamma) and not alone:
+            mass = 0.0
+            for parent, token, share in zip(support.parent, support.token, support.prob, strict=True):
+                start = 0 if depth == 0 else width + (depth - 1) * draft_width
+                inside = any(
+                    parents[depth, i] + start == at[live[parent]]
+                    and tokens[depth, i] == token
+                    and alive[depth, i]
+                    for i in range(draft_width)
+                )
+                mass += share if inside or token in EOS else 0.0
+            count = rule.for_cover(mass)
         picks = draw_layer(Given(uniforms[depth]), support.prob, count, distinct)
-        layer, new_at, new_weights, seen = [], [], [], set()
+        layer, new_at, new_weights, seen, holds = [], [], [], set(), []
         for pick in picks:
             parent, token = live[support.parent[pick]], int(support.token[pick])
             above, held = at[parent], False
@@ -160,23 +181,38 @@ def cover_by_numpy(rows, forest, uniforms, scores, processor, layout, distinct=F
                     if same and alive[depth, i]:
                         held, place = True, width + depth * draft_width + i
                         break
-            layer.append((parent, token, support.logp[pick], held))
+            layer.append((parent, token, support.logp[pick], above))
+            holds.append(held)
             dead = token in EOS or (parent, token) in seen
             seen.add((parent, token))
             new_at.append(place)
             new_weights.append(-np.inf if dead else weights[parent] + support.logp[pick])
         layers.append((layer, new_weights))
-        goes_on = [w for w in new_weights if w > -np.inf]
-        if not goes_on or not all(
-            held for (*_, held), w in zip(layer, new_weights, strict=True) if w > -np.inf
-        ):
+        if not any(w > -np.inf for w in new_weights) or alone:
             break
+        if not all(held for held, w in zip(holds, new_weights, strict=True) if w > -np.inf):
+            best = int(np.argmax(new_weights))
+            if not one_beam or not holds[best]:
+                break
+            alone, new_weights = True, [w if i == best else -np.inf for i, w in enumerate(new_weights)]
         at, weights = new_at, new_weights
+    if one_beam:
+        layer, new_weights = layers[-1]
+        best = int(np.argmax(new_weights))
+        layers[-1] = layer, [w if i == best else -np.inf for i, w in enumerate(new_weights)]
     return layers
 
 
 KINDS = [(0, False, None), (2, False, None)]
 OTHER_KINDS = [(0, True, None), (2, True, None), (2, True, (1, 0.6)), (2, False, (2, 0.9))]
+# W_min and t of the paper's rule, and whether one beam is kept.
+THRESHOLDS = [
+    (0, (1, 0.9), False),
+    (2, (1, 0.97), False),
+    (2, (2, 0.99), False),
+    (2, (1, 0.97), True),
+    (2, None, True),
+]
 
 
 @pytest.mark.parametrize(
@@ -186,12 +222,21 @@ OTHER_KINDS = [(0, True, None), (2, True, None), (2, True, (1, 0.6)), (2, False,
     + [(2, True, None, PROCESSORS[2]), (2, True, (1, 0.6), PROCESSORS[3])],
 )
 def test_verification_is_cover_over_the_joint(law, gamma, distinct, rule, processor):
+    compare_with_numpy(law, gamma, distinct, rule and DistinctWidth(3, *rule), processor, False)
+
+
+@pytest.mark.parametrize(("gamma", "rule", "one_beam"), THRESHOLDS)
+def test_the_paper_s_width_and_one_kept_beam(law, gamma, rule, one_beam):
+    compare_with_numpy(law, gamma, False, rule and ThresholdWidth(3, *rule), PROCESSORS[0], one_beam)
+
+
+def compare_with_numpy(law, gamma, distinct, rule, processor, one_beam):
     law, device = law
     rng = np.random.default_rng(gamma)
     layout = CoverLayout.of(requests=2, width=3, draft_width=6 if gamma else 0, gamma=gamma)
     top_n = max(1, processor.top_n)
     eos, deep = torch.tensor(EOS, device=device), 0
-    rule, widths = rule and DistinctWidth(3, *rule), set()
+    widths = set()
     # Two requests a trial; an interpreted kernel takes its time.
     for trial in range(8 if interpreted(law, device) else 30):
         packed = packed_rows(rng, 2 * layout.nodes, top_n)
@@ -211,8 +256,13 @@ def test_verification_is_cover_over_the_joint(law, gamma, distinct, rule, proces
         request[:, sent.origin.at] = 40 - trial % 2
         request[:, sent.temperature.at] = words(np.full((2, 1), processor.temperature))
         request[:, sent.top_p.at] = words(np.full((2, 1), processor.top_p))
-        request[:, sent.mass.at] = words(np.full((2, 1), rule.enough if rule else 1.0))
+        distinct_width, threshold = isinstance(rule, DistinctWidth), isinstance(rule, ThresholdWidth)
+        request[:, sent.mass.at] = words(np.full((2, 1), rule.enough if distinct_width else 1.0))
+        request[:, sent.slack.at] = words(np.full((2, 1), rule.slack if threshold else -1.0))
         request[:, sent.min_width.at] = rule.min_width if rule else 3
+        drafted = trial % 4  # layers that the budget has room for behind this one's first
+        request[:, sent.last.at] = 40 + 1 + drafted
+        request[:, sent.one_beam.at] = int(one_beam)
         request[:, sent.uniforms.at] = words(uniforms.reshape(2, -1))
         forests = []
         for r in range(2):
@@ -239,23 +289,21 @@ def test_verification_is_cover_over_the_joint(law, gamma, distinct, rule, proces
         for r in range(2):
             rows = rows_of(packed[r * layout.nodes : (r + 1) * layout.nodes])
             wanted = cover_by_numpy(
-                rows, forests[r], uniforms[r, trial % 2 :], scores[r], processor, layout, distinct, rule
-            )
+                rows, forests[r], uniforms[r, trial % 2 :], scores[r], processor, layout, distinct, rule, drafted,
+                one_beam,
+            )  # fmt: skip
             assert int(verified.layers.of(outcome)[r]) == len(wanted)
             deep = max(deep, len(wanted))
-            for depth, (layer, weights) in enumerate(wanted):
-                parent, token, logp, held = zip(*layer, strict=True)
+            weights = wanted[-1][1]
+            for depth, (layer, _) in enumerate(wanted):
+                parent, token, logp, above = zip(*layer, strict=True)
                 n = len(parent)
                 widths.add(n)
                 assert verified.parent.of(outcome)[r, depth].tolist() == list(parent) + [-1] * (3 - n)
                 assert verified.token.of(outcome)[r, depth, :n].tolist() == list(token)
                 assert np.allclose(verified.logp.of(outcome, torch.float64)[r, depth, :n], logp)
-                live = [w > -np.inf for w in weights]
-                got = verified.held.of(outcome)[r, depth, :n].tolist()
-                assert [bool(x) for x, w in zip(got, live, strict=True) if w] == [
-                    h for h, w in zip(held, live, strict=True) if w
-                ]
             now = layout.state
+            assert torch.equal(now.row.of(after)[r, :n], request[r, sent.target_rows.at][list(above)])
             assert now.token.of(after)[r, :n].tolist() == list(token)
             assert np.allclose(now.score.of(after, torch.float64)[r], weights + [-np.inf] * (3 - n))
             assert int(now.position.of(after)[r]) == 40 + len(wanted)
@@ -264,7 +312,83 @@ def test_verification_is_cover_over_the_joint(law, gamma, distinct, rule, proces
     assert deep == gamma + 1  # the cases reach the last layer
     if rule is None and not distinct:
         assert widths == {3}
-    assert rule is None or min(widths) < 3
+    assert rule is None or not gamma or min(widths) < 3
+
+
+@pytest.mark.parametrize("gamma", [0, 2])
+def test_beam_search_is_that_of_numpy(law, gamma):
+    """Candidates, next beams, and how many layers the forest serves; scores tie often."""
+    law, device = law
+    rng = np.random.default_rng(3 + gamma)
+    width, draft_width = 3, 6 if gamma else 0
+    kept = candidates_kept(width, len(EOS))
+    layout = CoverLayout.of(2, width, draft_width, gamma, kept)
+    eos, now, reached = torch.tensor(EOS, device=device), layout.state, set()
+    for _ in range(6 if interpreted(law, device) else 30):
+        packed = packed_rows(rng, 2 * layout.nodes, kept)
+        scores = (rng.integers(-4, 0, (2, width)) / 3).astype(np.float32)
+        scores[0, 2] = -np.inf
+        state, request, outcome = (
+            torch.zeros((2, size), dtype=torch.long)
+            for size in (layout.state_size, layout.request_size, layout.outcome_size)
+        )
+        state[:, now.score.at], state[:, now.position.at] = words(scores), 40
+        request[:, layout.request.target_rows.at] = torch.from_numpy(rng.permutation(500)[: layout.nodes])
+        forests = []
+        for r in range(2):
+            rows = rows_of(packed[r * layout.nodes : (r + 1) * layout.nodes])
+            parents, tokens = np.zeros((2, gamma, draft_width), dtype=np.int64)
+            at, weights = list(range(width)), scores[r]
+            for depth in range(gamma):
+                # What beam search itself would go on with, and at random places something else.
+                best = best_candidates(weights, [rows[i] for i in at], kept)
+                going = [i for i in range(kept) if best.token[i] not in EOS and best.score[i] > -np.inf]
+                parents[depth] = best.parent[going][:draft_width]
+                tokens[depth] = best.token[going][:draft_width]
+                if rng.random() < 0.4:
+                    tokens[depth, rng.integers(0, width)] = 59
+                at = [width + depth * draft_width + i for i in range(draft_width)]
+                weights = best.score[going][:draft_width]
+            forests.append((parents, tokens))
+            if gamma:
+                outcome[r, layout.forest.parent.at] = torch.from_numpy(parents.ravel())
+                outcome[r, layout.forest.token.at] = torch.from_numpy(tokens.ravel())
+        on = [part.to(device) for part in (packed, state, torch.zeros_like(state), request, outcome)]
+        law.verify(*on, layout, eos, False, 0)
+        after, outcome, verified = on[2].cpu(), on[4].cpu(), layout.verified
+        for r in range(2):
+            rows = rows_of(packed[r * layout.nodes : (r + 1) * layout.nodes])
+            at, weights, layers, parents, tokens = list(range(width)), scores[r], 0, *forests[r]
+            while True:
+                places = [i for i, weight in enumerate(weights) if weight > -np.inf]
+                best = best_candidates([weights[i] for i in places], [rows[at[i]] for i in places], kept)
+                above = np.array(places)[best.parent]
+                assert verified.parent.of(outcome)[r, layers].tolist() == above.tolist()
+                assert verified.token.of(outcome)[r, layers].tolist() == best.token.tolist()
+                got = verified.logp.of(outcome, torch.float64)[r, layers].numpy()
+                assert np.array_equal(got, best.score.astype(np.float64))
+                going = np.flatnonzero(~np.isin(best.token, EOS))[:width]
+                nodes = [at[i] for i in above[going]]
+                found = []
+                for node, token in zip(nodes, best.token[going], strict=True):
+                    start = 0 if layers == 0 else width + (layers - 1) * draft_width
+                    found += [
+                        width + layers * draft_width + i
+                        for i in range(draft_width)
+                        if layers < gamma
+                        and parents[layers, i] + start == node
+                        and tokens[layers, i] == token
+                    ][:1]
+                layers += 1
+                if len(found) < width:
+                    break
+                at, weights = found, best.score[going]
+            reached.add(layers)
+            assert int(verified.layers.of(outcome)[r]) == layers
+            assert now.token.of(after)[r].tolist() == best.token[going].tolist()
+            assert np.array_equal(now.score.of(after, torch.float64)[r].numpy(), best.score[going])
+            assert torch.equal(now.row.of(after)[r], request[r, layout.request.target_rows.at][nodes])
+    assert reached == set(range(1, gamma + 2))
 
 
 def test_masks_of_forests_are_those_of_their_ancestors(law):

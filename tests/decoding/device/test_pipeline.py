@@ -9,8 +9,8 @@ from dsbd_cli.decoding.device.iteration import CoverIteration
 from dsbd_cli.decoding.device.pipeline import _Uniforms
 from dsbd_cli.decoding.forward.capture import Captures
 from dsbd_cli.decoding.forward.outcomes import CannotCapture, OutOfMemory
-from dsbd_cli.decoding.law.distribution import LogitsProcessor, SeededSampler
-from dsbd_cli.decoding.methods.setup import decode
+from dsbd_cli.decoding.law.distribution import SeededSampler
+from dsbd_cli.decoding.methods.setup import decode, forest_is_free
 from dsbd_cli.decoding.tree.sequences import Node
 from dsbd_cli.settings import Settings
 from tests.builders import rand
@@ -37,7 +37,12 @@ def test_pipelined_iterations_decide_what_the_host_decides(pair, way, stop, budg
     device, host = trees(pair, True), trees(pair, None)
     for seed in range(6):
         got, wanted = (told(models, settings, seed, stop=stop, budget=budget) for models in (device, host))
-        if stop and settings.method == "dsbd":
+        if stop and not forest_is_free(settings) and settings.method == "dsbd":
+            continue  # the device drafts below stop strings: other forests, hence another text, of the same law
+        if settings.kv == "one":
+            # A layer from the one beam that is kept, of the same iteration here, of one more on the host.
+            assert got[1:3] == wanted[1:3]
+        elif stop and settings.method == "dsbd":
             # A drafted stop string ends the forest that the events show.
             assert got[1] == wanted[1]
         else:
@@ -61,11 +66,13 @@ def test_models_with_learned_positions_are_pipelined_too(tmp_path, kind):
     assert device.choice.engine is not None
 
 
-def test_one_kept_beam_is_not_pipelined_without_a_draft_either(pair):
-    settings, texts = settings_of("kv-one"), []
+@pytest.mark.parametrize("way", ["kv-one", "cover-dynamic", "deterministic"])
+def test_without_a_draft_the_text_is_the_host_s_too(pair, way):
+    settings, texts = settings_of(way), []
     for graphs in (True, None):
         models = trees(pair, graphs).alone()
         texts.append(said(finished(models, settings, 0, budget=25, eos=[])))
+        assert (models.choice.engine is not None) == bool(graphs)
     assert texts[0] == texts[1]
 
 
@@ -180,8 +187,9 @@ def test_a_draft_at_the_end_of_its_context_is_noticed(pair):
     assert texts[0] == texts[1]
 
 
-def test_a_steady_iteration_crosses_few_modules(pair, monkeypatch):
-    """What the host does in a default iteration can be read in so many files (replays are the device's part)."""
+@pytest.mark.parametrize("way", ["cover", "cover-dynamic", "deterministic"])
+def test_a_steady_iteration_crosses_few_modules(pair, monkeypatch, way):
+    """What the host does in an iteration can be read in so many files (replays are the device's part)."""
     crossing, captured = Crossing(), Captures._captured
 
     def unseen(self, steps):
@@ -189,8 +197,8 @@ def test_a_steady_iteration_crosses_few_modules(pair, monkeypatch):
         return outputs, crossing.unseen(replay)
 
     monkeypatch.setattr(Captures, "_captured", unseen)
-    run = begun(trees(pair, True), settings_of("cover"), 3, budget=60, eos=[])
-    counts = crossing.modules(decode(run, settings_of("cover")))
+    run = begun(trees(pair, True), settings_of(way), 3, budget=60, eos=[])
+    counts = crossing.modules(decode(run, settings_of(way)))
     steady = counts[2:-1]
     assert len(steady) > 6
     usual = min(steady, key=len)
@@ -209,7 +217,7 @@ def test_nobody_in_a_seat_is_served_nothing(pair):
 
 def test_uniforms_are_those_of_the_sampler_whatever_is_looked_at():
     sampler, plain = SeededSampler(3, 0), SeededSampler(3, 0)
-    uniforms = _Uniforms(sampler, 4, LogitsProcessor())
+    uniforms = _Uniforms(sampler, 4)
     wanted = SeededSampler(3, 0).uniforms(4 * 400).reshape(400, 4)
     used = 0
     for step in range(60):
