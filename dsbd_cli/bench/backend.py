@@ -34,6 +34,8 @@ class PairBackend:
         # A target may be spread over several cards.
         places = [weight.device for loaded in models for weight in loaded.model.parameters()]
         self._devices = [device for device in dict.fromkeys(places) if device.type != "meta"]
+        # Arms often give one answer to a prompt: its forward is made once.
+        self._forced: tuple[tuple[int, ...], dict[tuple[int, ...], float | None]] = (), {}
         self._meter = EnergyMeter.for_devices(self._devices, group_of(decoder.pair.target.model).cards)
 
     @property
@@ -91,7 +93,13 @@ class PairBackend:
     def logprob(self, prompt_ids: Sequence[int], token_ids: Sequence[int]) -> float | None:
         from dsbd_cli.bench.logprobs import answer_logprob
 
-        return answer_logprob(self.decoder.pair, prompt_ids, token_ids)
+        prompt, answer = tuple(prompt_ids), tuple(token_ids)
+        if prompt != self._forced[0]:
+            self._forced = prompt, {}
+        known = self._forced[1]
+        if answer not in known:
+            known[answer] = answer_logprob(self.decoder.pair, prompt, answer)
+        return known[answer]
 
     def logprobs(
         self, prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[int]]

@@ -109,6 +109,8 @@ def _quality(entry: Mapping[str, Any], what: str, n: int | None) -> str:
 
 
 def _joules(entry: Mapping[str, Any], n: int | None) -> str:
+    if entry["low"] is None and entry["items"] >= FEWEST:  # a counter too coarse for single answers
+        return f"{fixed(entry['value'], 2)} times the joules per token by the sums over all items, without an interval"
     verdict = _verdict(
         entry, 1.0, "<b>more</b> energy", "<b>less</b> energy", "no difference in energy shown"
     )

@@ -66,6 +66,16 @@ def test_the_engines_log_probability_is_the_teacher_forced_one(random_pair, meth
             assert answer.logprob_engine == pytest.approx(forced, abs=1e-3)
 
 
+def test_an_answer_that_several_arms_give_is_forced_once(random_pair, monkeypatch):
+    asked = []
+    monkeypatch.setattr(
+        "dsbd_cli.bench.logprobs.answer_logprob", lambda _, *ids: asked.append(ids) or float(len(asked))
+    )
+    found = [random_pair.logprob(*ids) for ids in (([5, 6], [7]), ([5, 6], [8]), ([5, 6], [7]), ([5], [7]))]
+    assert found == [1.0, 2.0, 1.0, 3.0]
+    random_pair.logprob([9], [])  # what was made up here is forgotten
+
+
 @pytest.mark.parametrize("method", METHODS)
 def test_the_same_seed_gives_the_same_answer(random_pair, method):
     one, two, other = (random_pair.answer(arm(method), PROMPT, seed).token_ids for seed in (1, 1, 2))

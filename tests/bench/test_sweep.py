@@ -55,7 +55,8 @@ IMPOSSIBLE = [("temperature", "nan"), ("temperature", "inf"), ("temperature", "-
               ("gamma", "-1"), ("min_width", "0"), ("threshold", "nan"), ("threshold", "0"), ("threshold", "inf"),
               ("length_penalty", "nan"), ("length_penalty", "99"), ("max_new_tokens", "-1"), ("verify", "papr"),
               ("draws", "idd"), ("width_rule", "papr"), ("kv", "two"), ("forest", "wood"), ("prices", "dear"),
-              ("early_stopping", "soon"), ("lookup", "-1"), ("forest_nodes", "-1"), ("tree", "0"), ("tree", "99x99")]  # fmt: skip
+              ("early_stopping", "soon"), ("lookup", "-1"), ("forest_nodes", "-1"),
+              ("tree", "0"), ("tree", "99x99")]  # fmt: skip
 
 
 @pytest.mark.parametrize(("name", "value"), IMPOSSIBLE)
