@@ -196,6 +196,12 @@ def never_passes(settings: Settings) -> str | None:
     )
 
 
+def width_from_target(settings: Settings) -> bool:
+    """Whether a threshold looks at the target alone (docs/design.md section 4, `distinct`): no forest is needed."""
+    rule = settings.width_rule
+    return rule == "distinct" or (rule == "auto" and settings.draws == "distinct")
+
+
 def check_value(name: str, value: Any) -> None:
     """Refuse a value that no other setting can make possible.
 

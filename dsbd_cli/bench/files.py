@@ -128,8 +128,8 @@ def line_of(record: Mapping[str, Any]) -> str:
     return text + "\n"
 
 
-def append_line(handle: int, record: Mapping[str, Any], path: Path) -> None:
-    view = memoryview(line_of(record).encode("utf-8"))
+def append_lines(handle: int, records: Iterable[Mapping[str, Any]], path: Path) -> None:
+    view = memoryview("".join(map(line_of, records)).encode("utf-8"))
     try:
         while view:
             view = view[os.write(handle, view) :]
