@@ -225,6 +225,10 @@ def test_hostile_answers_leave_the_data_byte_identical_and_the_score_repeatable(
         (["--dataset", "spider", "--methods", "dsbd,beem"], "did you mean beam"),
         (["--dataset", "spider", "--methods", "beam", "--target", "./typo"], "typo"),
         (["--dataset", "spider", "--methods", "beam", "--tensor-parallel", "2"], "torchrun"),
+        (
+            ["--dataset", "spider", "--methods", "beam", "--batch", "none"],
+            "--batch must be auto or a whole number",
+        ),
         (["report", "gone"], "no results of a bench"),
         (["judge", "gone", "--judge-url", "http://x/v1", "--judge-model", "m"], "no MT-Bench run"),
         (["--dataset", "mt-bench", "--judge-url", "http://127.0.0.1:9/v1"], "go together"),

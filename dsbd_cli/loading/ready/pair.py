@@ -2,7 +2,8 @@
 
 What is kept is small: configs, numbers, the tokenizer, the self-test's verdicts. It holds for the very files,
 versions, processor and code that it was found with (`_key`), and only for a pair whose ready form was compared
-with the loaded one, bit for bit. Everything else loads as ever.
+with the loaded one, bit for bit. Everything else loads as ever. One module, since what is kept, the key it is
+kept under and how it is read again change together.
 """
 
 from __future__ import annotations
