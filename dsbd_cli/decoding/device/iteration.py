@@ -112,6 +112,7 @@ class Sent:
         space: reserved for this iteration.
         uniforms: float64 [window, W], the first row for draws below tokens at `origin`.
         rules: of the request.
+        draft_uniforms: float64 [gamma, W_S], where the forest is drawn.
         state: int64 [state_size], the beams to start from (`CoverIteration.state_of`); None: those that
             its last iteration left.
     """
@@ -121,6 +122,7 @@ class Sent:
     origin: int
     rules: Rules
     state: np.ndarray | None
+    draft_uniforms: np.ndarray | None = None
 
 
 class CoverIteration:
@@ -194,10 +196,12 @@ class CoverIteration:
 
         forest, verified = layout.forest, layout.verified
         parent, token, logp, prob, finite = (
-            whole(forest.parent), whole(forest.token), real(forest.logp), real(forest.prob), whole(forest.finite) > 0
+            whole(forest.support_parent), whole(forest.support_token), real(forest.logp), real(forest.prob),
+            whole(forest.finite) > 0,
         )  # fmt: skip
+        draws = whole(forest.draws) if layout.drawn else [self._everyone] * layout.gamma
         drafted = [
-            DraftedLayer(parent[i], token[i], logp[i], prob[i], self._everyone, finite[i])
+            DraftedLayer(parent[i], token[i], logp[i], prob[i], draws[i], finite[i])
             for i in range(layout.gamma)
         ]
         parent, token, logp = whole(verified.parent), whole(verified.token), real(verified.logp)
@@ -255,6 +259,8 @@ class CoverIteration:
             row[fields.origin.at] = request.origin
             self._write(row, request.rules)
             row[fields.uniforms.at].view(np.float64)[:] = request.uniforms.ravel()
+            if request.draft_uniforms is not None:
+                row[fields.draft_uniforms.at].view(np.float64)[:] = request.draft_uniforms.ravel()
         return torch.from_numpy(block)
 
     def _empty(self) -> np.ndarray:
@@ -350,7 +356,12 @@ class CoverIteration:
         scores, base = layout.state.score.of(state, torch.float64), rows[:, width:]
         forest = layout.forest
         for depth in range(layout.gamma):
-            law.draft(best, scores, depth, layout, outcome, self._eos)
+            if layout.drawn:
+                law.draw(
+                    best, scores, depth, layout, request, outcome, self._eos, self._greedy, self._support
+                )
+            else:
+                law.draft(best, scores, depth, layout, outcome, self._eos)
             if depth + 1 == layout.gamma:
                 return
             scores = forest.weight.of(outcome, torch.float64)[:, depth]

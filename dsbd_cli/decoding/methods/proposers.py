@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Generator, Sequence
 from typing import Protocol
 
+import numpy as np
+
 from dsbd_cli.decoding.law.distribution import LogitsProcessor, Sampler, draw_layer, most_probable
 from dsbd_cli.decoding.model.protocol import Compute, TreeModel
 from dsbd_cli.decoding.tree.events import Layer
@@ -62,15 +64,17 @@ class DraftModelProposer:
         best: take the W_S most probable distinct continuations (`cover`) instead of draws.
         distinct: draws without replacement, as the target's.
         mass: of those, only the first that hold this much of their joint probability together.
+        numbers: layers that every forest has random numbers for, however deep it is: a device can then be given
+            those of the next before it is known how deep this one is.
     """
 
     def __init__(
         self, draft: TreeModel, trie: Trie, processor: LogitsProcessor, width: int, sampler: Sampler, best: bool,
-        mass: float = 1.0, distinct: bool = False,
+        mass: float = 1.0, distinct: bool = False, numbers: int = 0,
     ) -> None:  # fmt: skip
         self._draft, self._trie, self._processor = draft, trie, processor
         self._width, self._sampler, self._best, self._mass = width, sampler, best, mass
-        self._distinct = distinct
+        self._distinct, self._numbers = distinct, numbers
         self.exhausted = False
 
     def begin(self, beams: list[Node], depth: int) -> None:
@@ -105,6 +109,8 @@ class DraftModelProposer:
             if not found:
                 break
             parents, scores = list(found), list(found.values())
+        if len(layers) < self._numbers:
+            self._sampler.sample(np.ones(1), (self._numbers - len(layers)) * self._width)
         return Forest(layers)
 
     def retain(self, leaves: list[Node]) -> None:

@@ -131,8 +131,8 @@ def demand_of(settings: Settings, drafts: bool) -> Demand:
     width = 1 if one_beam else settings.width
     plain = not drafts or settings.method not in DRAFTING
     why_not_pipelined = why_not_captured = ""
-    if not plain and not takes_most_probable(settings):
-        why_not_pipelined = "only the rule cover can run ahead of the host"
+    if not plain and not takes_most_probable(settings) and settings.method != "speculative":
+        why_not_pipelined = "which random numbers come next depends on what is accepted"
     if draws_distinct(settings) and not takes_most_probable(settings):
         why_not_captured = "the host drafts distinct draws"
     if plain or settings.method == "specinfer":
@@ -189,8 +189,9 @@ def start(
         if prices is not None and priced and gamma:
             shape = forest_shape(settings, prices, mass < 1)
         proposer = DraftModelProposer(
-            draft, trie, processor, draft_width, draft_sampler, best, mass, draws_distinct(settings)
-        )
+            draft, trie, processor, draft_width, draft_sampler, best, mass, draws_distinct(settings),
+            0 if best else gamma,
+        )  # fmt: skip
         if captured is not None:
             proposer = captured.falling_back_to(proposer)
     hypotheses = Hypotheses(trie.root, width, settings.early_stopping, settings.length_penalty)
@@ -204,6 +205,8 @@ def start(
         gamma=gamma,
         target=target,
         distinct=draws_distinct(settings),
+        draft_sampler=draft_sampler,
+        one_tested=settings.method == "speculative" and proposer is not None and gamma > 0,
         dynamic_width=width_rule_of(settings),
         proposer=proposer,
         kv_one=kv_one,
