@@ -6,7 +6,7 @@ One module, since loading, decoding and measuring a prompt share the one pair th
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +26,10 @@ from dsbd_cli.decoding import (
 from dsbd_cli.energy import EnergyMeter
 from dsbd_cli.errors import UserError
 from dsbd_cli.generation import Generation, Planned
+from dsbd_cli.group import group_of
 from dsbd_cli.loading import LoadedModel, Pair, PairSpec, load_pair
 from dsbd_cli.loading.model import same_model
+from dsbd_cli.loading.ready.packed import Place
 from dsbd_cli.many import Batch, Buffers, in_order
 from dsbd_cli.prices.pair import PairPrices
 from dsbd_cli.prompts import Prompt, encode
@@ -245,10 +247,18 @@ class Decoder:
         models = {"target": self.target} | ({"draft": self.draft} if self.draft is not None else {})
         return {role: model.verdict()._asdict() for role, model in models.items()}
 
+    def keep_packed(self, places: Mapping[str, Place]) -> None:
+        """Keep weights as forwards in C read them, by role, for the next start of the same pair."""
+        for role, place in places.items():
+            model = self.target if role == "target" else self.draft
+            if model is not None:
+                model.keep_packed(place)
+
     def meter(self, with_draft: bool) -> EnergyMeter:
         """An energy meter over the devices that a run uses."""
         models = [self.pair.target, *([self.pair.draft] if with_draft and self.pair.draft else [])]
-        return EnergyMeter.for_devices([model.device for model in models])
+        team = group_of(self.pair.target.model).cards
+        return EnergyMeter.for_devices([model.device for model in models], team)
 
     def models(self) -> dict[str, Any]:
         """Name, dtype and device of both models, for results."""

@@ -45,13 +45,15 @@ class EnergyMeter:
         self._broken: dict[str, Exception] = {}
 
     @classmethod
-    def for_devices(cls, devices: Sequence[Any]) -> EnergyMeter:
+    def for_devices(cls, devices: Sequence[Any], others: Sequence[Any] = ()) -> EnergyMeter:
         """A meter over the physical devices behind some torch devices; each is counted once.
 
         Args:
             devices: `torch.device`s, or anything with `type` and `index`. Strings such as "cpu" work too.
+            others: those on which other processes work for the same run; their work is not waited for.
         """
-        keys = dict.fromkeys(_key(device) for device in devices)
+        own = dict.fromkeys(_key(device) for device in devices)
+        keys = own | dict.fromkeys(_key(device) for device in others)
         probes: dict[str, Probe] = {}
         for kind, index in keys:
             try:
@@ -62,7 +64,7 @@ class EnergyMeter:
                 ]
             for probe in found:
                 probes.setdefault(probe.name, probe)
-        return cls(list(probes.values()), [index for kind, index in keys if kind == "cuda"])
+        return cls(list(probes.values()), [index for kind, index in own if kind == "cuda"])
 
     def start(self) -> None:
         """Open the window: all work queued on the devices before it is waited for."""

@@ -31,6 +31,7 @@ from dsbd_cli.decoding import (
     top_n_needed,
 )
 from dsbd_cli.energy import EnergyMeter
+from dsbd_cli.group import group_of
 from dsbd_cli.loading import Pair
 from dsbd_cli.prices import Prices
 from dsbd_cli.prices.pair import PairPrices
@@ -92,7 +93,8 @@ class Generation:
         self.reuse, self.target = reuse, target
         settings, ids, budget = plan.settings, plan.ids, plan.budget
         self.decoder, self.settings, self.draft, self.ids, self.budget = decoder, settings, draft, ids, budget
-        self.seed = secrets.randbelow(2**31) if settings.seed is None else settings.seed
+        seed = settings.seed
+        self.seed = group_of(decoder.target.model).agreed(secrets.randbelow(2**31)) if seed is None else seed
         self.tally, self.stats = Tally(), Stats(prompt_tokens=len(ids))
         self.seconds = 0.0
         ends = Endings(decoder.detokenize, decoder.pair.eos_ids, settings.stop, budget)
@@ -127,7 +129,15 @@ class Generation:
         samplers = SeededSampler(self.seed, 0), SeededSampler(self.seed, 1)
         choice = self.decoder.choose(settings, target, self.draft, trie, samplers[1])
         run = start(
-            settings, target, self.draft, trie, *samplers, choice.engine, choice.proposer, self.prices()
+            settings,
+            target,
+            self.draft,
+            trie,
+            *samplers,
+            choice.engine,
+            choice.proposer,
+            self.prices(),
+            self.ids,
         )
         run.keep_answer = self.reuse
         return run

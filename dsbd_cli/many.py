@@ -36,6 +36,7 @@ from dsbd_cli.decoding import (
 )
 from dsbd_cli.errors import UserError
 from dsbd_cli.generation import Generation, Host, Planned
+from dsbd_cli.group import group_of
 from dsbd_cli.loading.memory import free_memory
 from dsbd_cli.prices import Acceptance, best_iteration, distinct_beams
 from dsbd_cli.prices.captured import measure_captured
@@ -147,9 +148,17 @@ class _Member(Generation):
         self.stats.prefill_s, self._began = now - self._began, now
         samplers = SeededSampler(self.seed, 0), SeededSampler(self.seed, 1)
         if pipeline is not None:
-            self.seat = pipeline.seat(self.target, self.draft if pipeline.forest_shape[1] else None)
+            draft = self.draft if pipeline.forest_shape[1] else None
+            self.seat = pipeline.seat(self.target, draft, forests=bool(self.settings.stop))
         self.run = start(
-            self.settings, self.target, self.draft, self.trie, *samplers, self.seat, prices=self.prices()
+            self.settings,
+            self.target,
+            self.draft,
+            self.trie,
+            *samplers,
+            self.seat,
+            prices=self.prices(),
+            prompt=self.ids,
         )
         # Elsewhere the text depends on the forest, and must not depend on who shares it.
         self._requests = requests if forest_is_free(self.settings) else lambda: 1
@@ -383,6 +392,7 @@ class Batch:
         slots = self._slots
         if slots is None:
             slots = int(free_memory(model.device) * _SHARE / max(1, shared.bytes_per_slot))
+            slots = group_of(self.decoder.target.model).least(slots)
         shared.slots = slots
         # What is to be expected, at once: every growth is a copy.
         shared.room([size] * min(self.size, slots // size))

@@ -27,8 +27,10 @@ _CHOICES = {"method": METHODS, "verify": VERIFY_RULES, "draws": DRAWS, "width_ru
             "early_stopping": EARLY_STOPPING,
             "kv": KV_MODES, "forest": FORESTS}  # fmt: skip
 _AT_LEAST = {"width": 1, "draft_width": 1, "gamma": 0, "min_width": 1, "top_k": 0, "max_new_tokens": 0,
-             "num_return": 1}  # fmt: skip
-_LIMITED = ("width", "draft_width", "gamma")
+             "num_return": 1, "forest_nodes": 0, "lookup": 0}  # fmt: skip
+_LIMITED = ("width", "draft_width", "gamma", "forest_nodes", "lookup")
+# Proposals that are no draws of q: `paper` and `continue`, which verify with q, can't take them.
+NO_DRAWS = ("forest_nodes", "lookup")
 # Temperature has no meaning in the deterministic mode, nor has anything that acts through it.
 SAMPLING_ONLY = ("temperature", "top_k", "top_p", "draws", "threshold", "width_rule", "kv")
 
@@ -55,6 +57,10 @@ class Settings:
         min_width: W_min, 1 <= W_min <= width; 2 where nothing is given, and 1 beside width 1.
         forest: `adaptive`: where the host drafts, as many layers and nodes as recently paid, gamma and W_S at
             most, down to none; `full`: always gamma layers of W_S (a GPU drafts them anyway).
+        forest_nodes: of a forest, the most probable nodes, this many at most, wherever they stand; 0: all. Of gamma
+            layers of W_S, which may then be larger than what the target is to compute.
+        lookup: prompt lookup: at most so many tokens of what followed a beam's last ones where they stood
+            before, beside the draft's forest; 0: none.
         prices: what nodes and layers of an adaptive forest cost: `auto` (measured on this machine, once), `off`
             (assumed from sizes) or a file that `dsbd doctor --measure` or `dsbd tune` wrote.
         tree: per-depth expansion of SpecInfer, or None for (2, 2, 1).
@@ -83,6 +89,8 @@ class Settings:
     width_rule: str = "auto"
     min_width: int = _Default(2)
     forest: str = "adaptive"
+    forest_nodes: int = 0
+    lookup: int = 0
     prices: str = "auto"
     tree: tuple[int, ...] | None = None
     kv: str = "all"
@@ -115,6 +123,13 @@ class Settings:
             raise UserError(f"num-return {self.num_return} is more than the {beams} beam(s) of this run")
         if self.draws == "distinct" and self.width_rule == "paper" and self.threshold is not None:
             raise UserError("width-rule paper counts iid draws: beside draws distinct, leave it out")
+        for name in NO_DRAWS:
+            if getattr(self, name) and _verifies_draws(vars(self)):
+                rule = self.verify if self.method == "dsbd" else self.method
+                raise UserError(
+                    f"{_option(name)} proposes what is no draw of the draft, and {rule} verifies draws: leave it "
+                    "out, or take method dsbd with verify cover"
+                )
         if self.deterministic:
             if self.method in ONE_BEAM_METHODS:
                 raise UserError(f"deterministic works with beam and dsbd, not with {self.method}")
@@ -145,6 +160,8 @@ class Settings:
                 if name in given:
                     raise UserError(f"{_option(name)} has no meaning beside deterministic: leave it out")
                 base[name] = DEFAULTS[name]
+        if _verifies_draws(base | given):
+            base |= {name: DEFAULTS[name] for name in NO_DRAWS}
         if given.get("draws") == "distinct" and "width_rule" not in given:
             base["width_rule"] = DEFAULTS["width_rule"]
         result = base | given
@@ -159,6 +176,13 @@ class Settings:
             "tree": list(self.tree) if self.tree else None,
             "stop": list(self.stop),
         }
+
+
+def _verifies_draws(values: Mapping[str, Any]) -> bool:
+    """Whether settings verify the draft's own draws, from what they were drawn with."""
+    if values["method"] not in DRAFTING or values["deterministic"]:
+        return False
+    return values["method"] != "dsbd" or values["verify"] != "cover"
 
 
 def never_passes(settings: Settings) -> str | None:

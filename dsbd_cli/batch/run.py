@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import secrets
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -12,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 from dsbd_cli.batch import AUTO
 from dsbd_cli.batch.items import Item, read_items
 from dsbd_cli.batch.progress import BatchProgress
-from dsbd_cli.batch.shard import Shard
-from dsbd_cli.batch.store import Store
+from dsbd_cli.batch.store import Echo, Store
 from dsbd_cli.errors import Stopped, UserError
+from dsbd_cli.group import joined
 from dsbd_cli.result import Result
 from dsbd_cli.settings import Settings
 from dsbd_cli.version import __version__
@@ -52,7 +53,8 @@ def run_file(
         raise UserError("--input and --output are one file")
     items, digest = read_items(source)
     _, settings = chosen.resolve()
-    shard = Shard.from_env()
+    team = chosen.team()
+    shard, group = team.shard, chosen.meet()
     seed_given = settings.seed is not None
     seed = settings.seed if settings.seed is not None else secrets.randbelow(2**31)
     facts = {
@@ -62,26 +64,26 @@ def run_file(
         "input": {"sha256": digest, "prompts": len(items)},
         "sources": chosen.sources(),
     }
-    store = Store(output, len(items), shard, tell)
+    store = Store(output, len(items), shard, tell) if team.first else Echo(output, len(items), shard, tell)
     results: list[Result] = []
     try:
         # What differs in settings or input is told before minutes of loading; other files, perhaps, after.
-        if shard.world == 1 and store.is_of(facts, seed_given) and store.is_whole:
+        if group.agreed(shard.world == 1 and store.is_of(facts, seed_given) and store.is_whole):
             tell(f"all {len(items)} prompts are done already: {output}")
             return results
-        device = shard.device()
+        device = shard.device() if team.size == 1 else None  # a team has chosen its cards
         places: dict[str, Any] = {"target_device": device, "draft_device": device} if device else {}
         decoder = chosen.load(**places)
         for line in decoder.pair.notes:
             tell(line)
         decoder.ready(settings)
         facts |= {"models": decoded_by(decoder), "weights": weights(decoder)}
-        seed = store.claim(facts, seed_given)
-        if shard.world == 1 and store.is_whole:
+        seed = group.agreed(store.claim(facts, seed_given))
+        if group.agreed(shard.world == 1 and store.is_whole):
             tell(f"all {len(items)} prompts are done already: {output}")
             return results
         mine = [item for item in items if shard.owns(item.index)]
-        done = store.done
+        done = group.agreed(store.done)
         if resumed := sum(item.index in done for item in mine):
             tell(f"{resumed} of {len(mine)} prompts are done already: going on")
         refused = 0
@@ -186,10 +188,10 @@ def run_lines(
     results: list[Result] = []
     refused: list[str] = []
     total = 0
+    seed = joined().agreed(seed)
     with Running(decoder, batch, tell) as running:
-        for item, record, result in decode_items(
-            decoder, settings, seed, _numbered(prompts(lambda: running.idle)), running
-        ):
+        arriving = _for_all(prompts(lambda: running.idle))
+        for item, record, result in decode_items(decoder, settings, seed, _numbered(arriving), running):
             total = item.index + 1
             if result is None:
                 refused.append(f"line {total}: {record['error']}")
@@ -203,6 +205,27 @@ def run_lines(
     if refused:
         raise UserError(f"{len(refused)} of {total} prompts were refused; {refused[0]}")
     return results
+
+
+def _for_all(prompts: Iterable[str | None]) -> Iterator[str | None]:
+    """The prompts of the first process of a team, as they come to it."""
+    group = joined()
+    if group.size == 1:
+        yield from prompts
+        return
+    own = iter(prompts)
+    while (come := group.agreed(_next(own) if group.first else None)) is not None:
+        if isinstance(come, UserError):
+            raise come
+        yield come[0]
+
+
+def _next(prompts: Iterator[str | None]) -> list[str | None] | UserError | None:
+    """What comes: a prompt in a list, what is wrong with it, or the end."""
+    try:
+        return list(itertools.islice(prompts, 1)) or None
+    except UserError as error:
+        return error
 
 
 def _numbered(prompts: Iterable[str | None]) -> Iterator[Item | None]:

@@ -18,6 +18,7 @@ from typing import Any, Protocol
 
 from dsbd_cli.bench.arms import Arm
 from dsbd_cli.energy import EnergyMeter
+from dsbd_cli.group import group_of
 
 # Counts of the engine that are kept with each answer.
 STATS = (
@@ -91,7 +92,7 @@ class PairBackend:
         # A target may be spread over several cards.
         places = [weight.device for loaded in models for weight in loaded.model.parameters()]
         self._devices = [device for device in dict.fromkeys(places) if device.type != "meta"]
-        self._meter = EnergyMeter.for_devices(self._devices)
+        self._meter = EnergyMeter.for_devices(self._devices, group_of(decoder.pair.target.model).cards)
 
     @property
     def meter(self) -> EnergyMeter:
@@ -104,7 +105,7 @@ class PairBackend:
         from dsbd_cli.batch.run import weights
 
         # With tensor parallelism this process holds parts only: the models' names must do.
-        split = (getattr(self.decoder.pair.target.model, "tp_size", None) or 1) > 1
+        split = group_of(self.decoder.pair.target.model).size > 1
         digests = {} if split else weights(self.decoder)
         return {
             role: None

@@ -48,6 +48,8 @@ OF_METHOD: Mapping[str, tuple[str, ...]] = {
         "width_rule",
         "min_width",
         "forest",
+        "forest_nodes",
+        "lookup",
         "prices",
         "kv",
         "deterministic",

@@ -26,8 +26,6 @@ def open_pair(plan: Plan, world: World) -> Backend:
     spec, _ = plan.chosen.resolve()
     if world.device and world.tensor_parallel == 1:
         spec = spec.replace(target_device=world.device, draft_device=world.device)
-    if world.tensor_parallel > 1:
-        spec = spec.replace(tensor_parallel=world.tensor_parallel, draft_device=world.device or "cpu")
     need_draft = any(arm.needs_draft for arm in plan.arms)
     with TerminalProgress() as progress:
 

@@ -2,7 +2,7 @@
 
 Items are dealt out to replicas; a replica is one process, or with tensor parallelism a group of N that
 hold one target together. Objects travel through the rendezvous store, so that waiting for a slow rank has
-no collective to time out; NCCL (gloo on CPU) serves tensor parallelism and the closing count.
+no collective to time out; NCCL (gloo on CPU) serves the closing count, and a target's sums (`dsbd_cli.group`).
 """
 
 from __future__ import annotations
@@ -10,14 +10,12 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Sequence
-from datetime import timedelta
 from typing import Any, TypeVar
 
-from dsbd_cli.errors import UserError
+from dsbd_cli.group import PATIENCE, Team
 from dsbd_cli.world import World as Processes
 
 T = TypeVar("T")
-PATIENCE = timedelta(days=7)
 
 
 class World(Processes):
@@ -38,15 +36,9 @@ class World(Processes):
         super().__init__()
         self.device = self.shard.device()
         self.tensor_parallel = tensor_parallel
-        if tensor_parallel < 1:
-            raise UserError(f"--tensor-parallel must be at least 1, not {tensor_parallel}")
-        if tensor_parallel > self.size or self.size % tensor_parallel:
-            raise UserError(
-                f"--tensor-parallel {tensor_parallel} needs a multiple of {tensor_parallel} processes, and there "
-                f"are {self.size}: torchrun --no-python --nproc-per-node {tensor_parallel} dsbd bench ..."
-            )
-        self.replica, self.replicas = self.rank // tensor_parallel, self.size // tensor_parallel
-        self.leader = self.rank % tensor_parallel == 0
+        team = Team.of(tensor_parallel)
+        self.replica, self.replicas = team.shard.rank, team.shard.world
+        self.leader = team.first
         self._store: Any = None
         self._turn = 0
 
@@ -62,13 +54,13 @@ class World(Processes):
         cuda = torch.cuda.is_available()
         if cuda:
             torch.cuda.set_device(self.local % torch.cuda.device_count())
-        name = f"replica-{self.replica}" if self.tensor_parallel > 1 else "all"
-        split = self.tensor_parallel > 1
+        if self.tensor_parallel > 1:
+            return  # a team meets where its target is loaded (`loading.sharded`)
         self.join(
             "cpu:gloo,cuda:nccl" if cuda else "gloo",
-            store=distributed.PrefixStore(name, self._store),
-            rank=self.rank % self.tensor_parallel if split else self.rank,
-            world_size=self.tensor_parallel if split else self.size,
+            store=distributed.PrefixStore("all", self._store),
+            rank=self.rank,
+            world_size=self.size,
             timeout=PATIENCE,
         )
 
@@ -108,8 +100,9 @@ class World(Processes):
         return int(self.sum(number).item())
 
     def close(self) -> None:
-        """Leave the process group, and the store that results travel through."""
-        super().close()
+        """Leave the process group, and the store that results travel through; a team ends with its process."""
+        if self.tensor_parallel == 1:
+            super().close()
         self._store = None
 
 

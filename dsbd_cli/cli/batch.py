@@ -70,10 +70,9 @@ def check_batch(batch: str) -> None:
 
 def _from_stdin(chosen: Chosen, tell: Callable[[str], None], json: bool, batch: str) -> list[Result]:
     from dsbd_cli.batch.run import run_lines
-    from dsbd_cli.batch.shard import Shard
     from dsbd_cli.cli.stdin import arriving_lines
 
-    if Shard.from_env().world > 1:
+    if chosen.team().shard.world > 1:
         raise UserError("--lines is for one process: under torchrun use --input and --output")
     decoder = chosen.load()
     for line in decoder.pair.notes:

@@ -113,14 +113,6 @@ def run(
     baseline: Annotated[
         str, typer.Option("--baseline", help="Arm that speeds are compared with.", rich_help_panel=RUN)
     ] = "beam",
-    tensor_parallel: Annotated[
-        int,
-        typer.Option(
-            "--tensor-parallel",
-            help="Under torchrun: processes that hold one target together.",
-            rich_help_panel=RUN,
-        ),
-    ] = 1,
     keep_distinct: Annotated[
         bool,
         typer.Option(
@@ -159,6 +151,7 @@ def run(
     from dsbd_cli.loading.source import parse_source
 
     need_extra()
+    team = chosen.team()
     options = Options(
         dataset=dataset,
         data_dir=data_dir,
@@ -175,7 +168,7 @@ def run(
         judge_timeout=judge_timeout,
         keep_distinct=keep_distinct,
         sql_timeout=sql_timeout,
-        tensor_parallel=tensor_parallel,
+        tensor_parallel=team.size,
     )
     spec, _ = chosen.resolve()
     parse_source(spec.target, "target")  # a mistyped path is a worse fault than a missing draft

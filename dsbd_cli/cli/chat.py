@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -16,6 +16,7 @@ from dsbd_cli.cli.output import Out, note
 from dsbd_cli.cli.signals import terminated
 from dsbd_cli.cli.stdin import stdin_lines
 from dsbd_cli.errors import UserError
+from dsbd_cli.group import Group, joined
 from dsbd_cli.setting_text import parse_setting
 from dsbd_cli.settings import DRAFTING, FIELDS, METHODS, near
 from dsbd_cli.tally import ratio
@@ -49,16 +50,19 @@ def chat(
     _, settings = chosen.resolve()
     if settings.raw or settings.num_return > 1:
         raise UserError(f"{'--raw' if settings.raw else '--num-return'} has no place in a chat")
+    if chosen.team().shard.world > 1:
+        raise UserError("a chat is for one process, or for one team of --tensor-parallel")
     decoder = chosen.load(every_method=True)
     for line in decoder.pair.notes:
         note(line)
     if not decoder.pair.tokenizer.chat_template:
         raise UserError("the target has no chat template, so it cannot chat: use dsbd generate")
-    interactive = is_terminal(sys.stdin)
+    group = joined()
+    interactive = group.agreed(is_terminal(sys.stdin))
     if interactive:
         note("/help for help, Ctrl-D to leave")
     session = Session(decoder, decoder.settings, quiet)
-    for line in _typed() if interactive else stdin_lines():
+    for line in _for_all(_typed if interactive else stdin_lines, group):
         try:
             if not session.take(line):
                 return
@@ -67,9 +71,18 @@ def chat(
                 raise
             note(str(error))
         except KeyboardInterrupt:
-            if not interactive or terminated():
+            if (
+                not interactive or terminated() or group.size > 1
+            ):  # a team cannot stop at one and the same place
                 raise
             note("stopped")
+
+
+def _for_all(lines: Callable[[], Iterator[str]], group: Group) -> Iterator[str]:
+    """The lines that come to the first process of a team."""
+    own = lines() if group.first else iter(())
+    while (line := group.agreed(next(own, None))) is not None:
+        yield line
 
 
 def _typed() -> Iterator[str]:

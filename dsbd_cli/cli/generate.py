@@ -15,6 +15,7 @@ from dsbd_cli.cli.options import Chosen, decoding_options
 from dsbd_cli.cli.output import Out, StdoutError, note
 from dsbd_cli.cli.stdin import read_prompt
 from dsbd_cli.errors import UserError
+from dsbd_cli.group import joined
 from dsbd_cli.paths import refuse_unwritable
 from dsbd_cli.ui.look import is_terminal, panel_stream
 
@@ -84,6 +85,7 @@ def generate(
     holds only the answer.
     """
     tell: Callable[[str], None] = (lambda line: None) if quiet else note
+    team = chosen.team()
     if lines or input is not None or output is not None:
         from dsbd_cli.cli.batch import many
 
@@ -102,20 +104,25 @@ def generate(
             refuse=refuse,
         )
         return
+    if team.size > 1 and team.shard.world > 1:
+        raise UserError(
+            f"one prompt is for one team of {team.size} processes: for several, --input and --output"
+        )
     if batch is not None:
         raise UserError("--batch is for many prompts: give --lines, or --input with --output")
     # Before stdin is read: whoever types a prompt there should not do so in vain.
     chosen.check()
     if trace is not None:
         refuse_unwritable(trace, "--trace")
-    text = read_prompt(prompt)
+    text = read_prompt(prompt) if team.first else ""
     decoder = chosen.load(quiet=quiet)
+    text = joined().agreed(text)
     for line in decoder.pair.notes:
         tell(line)
     settings = decoder.settings
     events: Iterable[Event] = decoder.stream(text, settings)
     with contextlib.ExitStack() as stack:
-        if trace is not None:
+        if trace is not None and team.first:
             from dsbd_cli.trace.record import record
 
             events = stack.enter_context(record(events, trace, decoder, text))

@@ -17,6 +17,7 @@ import typer
 
 from dsbd_cli.cli import ranks, signals, streams
 from dsbd_cli.errors import DsbdError, Stopped
+from dsbd_cli.group import depart, joined
 from dsbd_cli.paths import FULL
 from dsbd_cli.ui.waiting import ready
 from dsbd_cli.version import __version__
@@ -130,7 +131,8 @@ def _reader_gone() -> int:
             continue
         with contextlib.suppress(OSError, ValueError, AttributeError):
             os.dup2(nowhere, stream.fileno())  # type: ignore[union-attr]
-    return 0
+    # Others of a team wait for this process: its launcher has to end them.
+    return 0 if joined().size == 1 else signals.BROKEN_PIPE
 
 
 def usage_line(error: Exception) -> str:
@@ -172,4 +174,5 @@ def main() -> None:
         # Threads of torch may still be in a forward; an orderly exit would wait for them.
         sys.stderr.flush()
         os._exit(signals.EXIT_CODE if signals.terminated() else 130)
+    depart(code)
     sys.exit(code)

@@ -14,7 +14,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from dsbd_cli.cli import ranks
 from dsbd_cli.errors import UserError
+from dsbd_cli.group import ALONE, Group, Team
 from dsbd_cli.setting_text import parse_setting
 from dsbd_cli.settings import DRAFTING, FIELDS, Settings
 from dsbd_cli.ui import waiting
@@ -43,6 +45,13 @@ PARAMETERS = [
     _option(Flag, "--trust-remote-code", help="Run model code from the hub.", panel=MODEL),
     _option(Text, "--quantization", help="Load with bitsandbytes: 8bit or 4bit.", panel=MODEL),
     _option(Text, "--device-map", help="accelerate device map for a large target, e.g. auto.", panel=MODEL),
+    _option(
+        Int,
+        "--tensor-parallel",
+        help="Under torchrun: how many processes hold one target together, each on a card of its own.",
+        panel=MODEL,
+        metavar="N",
+    ),
     _option(Text, "--device", help="auto, cpu, cuda:N or mps, for both models.", panel=MODEL),
     _option(Text, "--target-device", help="Device of the target alone.", panel=MODEL),
     _option(Text, "--draft-device", help="Device of the draft alone.", panel=MODEL),
@@ -74,6 +83,18 @@ PARAMETERS = [
         Text,
         "--forest",
         help="adaptive: on a CPU, draft as much as recently paid; full: always gamma layers of W_S.",
+        panel=DECODING,
+    ),
+    _option(
+        Int,
+        "--forest-nodes",
+        help="Keep the most probable nodes of a forest, this many at most; 0 keeps all (cover only).",
+        panel=DECODING,
+    ),
+    _option(
+        Int,
+        "--lookup",
+        help="Prompt lookup: propose up to this many tokens that followed the last ones before; 0 is off (cover only).",
         panel=DECODING,
     ),
     _option(
@@ -136,7 +157,7 @@ REFUSED = {
     "--do-sample": "every method samples; --temperature 0 is greedy",
     "--max-tokens": "the option is --max-new-tokens",
 }
-_SPEC = {"revision", "draft_revision", "trust_remote_code", "quantization", "device_map"}
+_SPEC = {"revision", "draft_revision", "trust_remote_code", "quantization", "device_map", "tensor_parallel"}
 
 
 @dataclass(frozen=True)
@@ -195,6 +216,27 @@ class Chosen:
         parse_source(spec.target, "target")  # a mistyped path is a worse fault than a missing draft
         early.look(spec, need_draft=_wants_draft(spec, settings, every_method))
 
+    def team(self) -> Team:
+        """Who holds the target with this process; all but the first of them are silent from now on.
+
+        Raises:
+            UserError: too few processes.
+        """
+        spec, _ = self.resolve()
+        team = Team.of(spec.tensor_parallel)
+        if not team.first:
+            ranks.hush()
+        return team
+
+    def meet(self) -> Group:
+        """Meet the processes that hold the target with this one, before any of them can leave by itself."""
+        spec, _ = self.resolve()
+        if spec.tensor_parallel == 1:
+            return ALONE
+        from dsbd_cli.loading.sharded import meet
+
+        return meet(spec)[0]
+
     def load(self, *, every_method: bool = False, quiet: bool = False, **spec_fields: Any) -> Decoder:
         """The decoder with these settings; loads the pair.
 
@@ -239,7 +281,8 @@ def _open(spec: Any, settings: Settings, wanted: bool) -> Decoder:
     decoder = Decoder(pair, settings)
     if pair.target.device.type == "cpu":
         with contextlib.suppress(UserError):  # what is not served is said when it is asked for
-            ready.remember(spec, pair, decoder.verdicts())
+            if ready.remember(spec, pair, decoder.verdicts()):
+                decoder.keep_packed(ready.places(spec, pair))
     return decoder
 
 

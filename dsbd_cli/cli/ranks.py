@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -19,6 +20,17 @@ PATIENCE_S = 10.0
 def follower() -> bool:
     """Whether torchrun started this process, as another than rank 0. A RANK left over from elsewhere does not count."""
     return "TORCHELASTIC_RUN_ID" in os.environ and os.environ.get("RANK", "0") != "0"
+
+
+def hush() -> None:
+    """From now on this process says nothing: the first of its team does (`group.Team`).
+
+    It ends at a SIGTERM wherever it is: the launcher sends one when another process has failed, and this one may be
+    waiting for that on its card.
+    """
+    sys.stdout, sys.stderr = (open(os.devnull, "w", encoding="utf-8") for _ in range(2))  # noqa: SIM115
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def leave(code: int, say: Callable[[str], None], line: str) -> None:
@@ -35,4 +47,5 @@ def leave(code: int, say: Callable[[str], None], line: str) -> None:
         time.sleep(PATIENCE_S)
     finally:
         signal.signal(signal.SIGTERM, before)
+    sys.stderr = sys.__stderr__
     say(f"rank {os.environ['RANK']}: {line}")

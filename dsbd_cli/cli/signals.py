@@ -6,6 +6,7 @@ import signal
 from types import FrameType
 
 EXIT_CODE = 128 + signal.SIGTERM
+BROKEN_PIPE = 141  # as shells name it: 128 + SIGPIPE, a signal that Windows lacks
 
 _ended = False
 

@@ -62,6 +62,10 @@ def tune(
     if loss < 0:
         raise UserError(f"--loss must not be negative, not {loss:g}")
     spec, settings = chosen.resolve()
+    if spec.tensor_parallel > 1:
+        raise UserError(
+            "tune compares times, which differ from process to process: leave --tensor-parallel out"
+        )
     if settings.method not in ("dsbd", "speculative"):
         raise UserError(
             f"tune chooses forests, and {settings.method} drafts none of its own: give --method dsbd"

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from dsbd_cli.errors import UserError
+from dsbd_cli.group import group_of
 from dsbd_cli.loading import architecture, hub
 from dsbd_cli.loading.place import Place
 from dsbd_cli.loading.shapes import misfit
@@ -68,8 +69,8 @@ def same_model(one: LoadedModel, other: LoadedModel) -> bool:
         return True
     if type(one.model) is not type(other.model) or (one.dtype, one.device) != (other.dtype, other.device):
         return False
-    if any((getattr(loaded.model, "tp_size", None) or 1) > 1 for loaded in (one, other)):
-        return False  # each process holds a part of every weight: nothing to compare
+    if any(group_of(loaded.model).size > 1 for loaded in (one, other)):
+        return False  # each process holds a part of the weights: nothing to compare
     pairs = [dict(loaded.model.named_parameters()) for loaded in (one, other)]
     shapes = [{name: weight.shape for name, weight in part.items()} for part in pairs]
     if shapes[0] != shapes[1] or any(weight.is_meta for part in pairs for weight in part.values()):
@@ -118,12 +119,7 @@ def load_weights(
 
     options: dict[str, Any] = {"config": config, "dtype": dtype, "trust_remote_code": spec.trust_remote_code}
     target = place.role == "target"
-    if target and spec.tensor_parallel > 1:
-        from transformers.distributed import DistributedConfig
-
-        # The form that stays: `tp_plan` as a keyword of from_pretrained is going away.
-        options["distributed_config"] = DistributedConfig(tp_size=spec.tensor_parallel, tp_plan="auto")
-    elif target and spec.device_map is not None:
+    if target and spec.device_map is not None:
         options["device_map"] = spec.device_map
     elif device.type != "cpu":
         options["device_map"] = {"": device}

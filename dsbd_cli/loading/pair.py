@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from dsbd_cli.errors import UserError
+from dsbd_cli.group import Group
 from dsbd_cli.loading import compat, early, hardware
 from dsbd_cli.loading.cache import cache_root
 from dsbd_cli.loading.model import LoadedModel, load_config, load_tokenizer, load_weights
@@ -57,6 +58,11 @@ def load(
     cache = cache_root(cache_dir)
     want_draft = need_draft and spec.draft is not None
     sources = early.look(spec, need_draft=want_draft, cache_dir=cache)
+    group: Group | None = None
+    if spec.tensor_parallel > 1:
+        from dsbd_cli.loading import sharded
+
+        group, spec = sharded.meet(spec)
     devices = [hardware.pick_device(spec.target_device, "target")]
     devices += [hardware.pick_device(spec.draft_device, "draft")] if want_draft else []
     # The draft is looked at before the target, whose download or conversion may take minutes.
@@ -95,7 +101,10 @@ def load(
                 draft = load_weights(draft_place, draft_config, spec, devices[1], draft_dtype)
         if not place.is_local:
             tell(f"loading {place.source.name}")
-        target = load_weights(place, config, spec, devices[0], dtype)
+        if group is None:
+            target = load_weights(place, config, spec, devices[0], dtype)
+        else:
+            target = sharded.load(place, config, spec, group, devices[0], dtype)
         if draft_place is not None and draft_place.shared:
             draft = load_shared(draft_place, target, devices[1], draft_dtype, trust)
     known = compat.token_range(tokenizer)

@@ -36,7 +36,7 @@ class PairSpec:
         trust_remote_code: run modelling code that comes with a checkpoint; off unless asked for.
         quantization: `8bit` or `4bit` (bitsandbytes), of the target alone; None loads it as stored.
         device_map: handed to transformers for a target spread over several devices.
-        tensor_parallel: processes of a torchrun that hold one target together (the bench sets it).
+        tensor_parallel: processes of a torchrun that hold one target together (`group.py`).
 
     Raises:
         UserError: a value that no field takes.
@@ -72,6 +72,8 @@ class PairSpec:
                     f"{_option(name)} must be one of {', '.join(DTYPES)}, not {value!r}{near(value, DTYPES)}"
                 )
             object.__setattr__(self, name, value)
+        if self.tensor_parallel < 1:
+            raise UserError(f"tensor-parallel must be at least 1, not {self.tensor_parallel}")
         if self.tensor_parallel > 1 and (self.device_map or self.quantization):
             raise UserError("tensor-parallel excludes device-map and quantization: leave those out")
         if self.quantization is not None and self.quantization not in QUANTIZATIONS:

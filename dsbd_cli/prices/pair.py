@@ -9,6 +9,7 @@ from typing import Any
 
 from dsbd_cli.decoding import HfTreeModel
 from dsbd_cli.errors import UserError
+from dsbd_cli.group import Group, group_of
 from dsbd_cli.prices import store
 from dsbd_cli.prices.measure import facts_of, measure
 from dsbd_cli.prices.table import Prices
@@ -73,12 +74,16 @@ class PairPrices:
             measure: takes a few seconds, once a machine and pair.
         """
         name = _name(settings)
-        if settings.forest == "full" or name == OFF or self._in_parts():
+        if settings.forest == "full" or name == OFF:
             return None
         if name != AUTO:
             return store.read_given(Path(name).expanduser())
         if self._captured is None:
-            self._captured = store.kept_or_measured(self.facts() | {"captured": "many requests"}, measure)
+            facts = self.facts() | {"captured": "many requests"}
+            if self._in_parts():
+                self._captured = store.Kept(_agreed(group_of(self._target.model), facts, measure))
+            else:
+                self._captured = store.kept_or_measured(facts, measure)
         return self._captured.prices
 
     def facts(self) -> dict[str, Any]:
@@ -100,9 +105,23 @@ class PairPrices:
         return found
 
     def _in_parts(self) -> bool:
-        """Whether several processes hold a model together: one alone cannot measure a forward."""
-        models = [self._target, self._draft]
-        return any((getattr(one.model, "tp_size", None) or 1) > 1 for one in models if one is not None)
+        """Whether several processes hold the target together: one alone cannot measure a forward."""
+        return group_of(self._target.model).size > 1
+
+
+def _agreed(group: Group, facts: dict[str, Any], measure: Callable[[], Prices]) -> Prices | None:
+    """The first process's prices for all: kept ones, or those that all measure together."""
+    kept = group.agreed(_dict(store.kept(facts)) if group.first else None)
+    if kept is None:
+        measured = measure()
+        kept = group.agreed(
+            _dict(store.kept_or_measured(facts, lambda: measured).prices) if group.first else None
+        )
+    return None if kept is None else Prices.from_dict(kept)
+
+
+def _dict(prices: Prices | None) -> dict[str, Any] | None:
+    return None if prices is None else prices.to_dict()
 
 
 def _name(settings: Settings) -> str:

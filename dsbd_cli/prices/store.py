@@ -67,6 +67,11 @@ def read_given(path: Path) -> Prices:
         raise UserError(f"prices {path} is damaged ({error}): leave the option out to measure anew") from None
 
 
+def kept(facts: Mapping[str, Any]) -> Prices | None:
+    """The prices on disk for `facts`, if there are some that can be read."""
+    return _usable(path_of(facts), [])
+
+
 def kept_or_measured(facts: Mapping[str, Any], measure: Callable[[], Prices], *, again: bool = False) -> Kept:
     """The prices for `facts`: those on disk, else measured now and kept.
 

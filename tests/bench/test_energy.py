@@ -95,6 +95,14 @@ def test_two_cards_give_sum_and_parts_and_one_card_named_twice_counts_once(nvml)
     assert reading.joules == pytest.approx(150 * reading.seconds, rel=0.1)
 
 
+def test_cards_of_other_processes_count_and_are_not_waited_for(nvml):
+    nvml("ok")
+    meter = EnergyMeter.for_devices(["cuda:0"], ["cuda:0", "cuda:1"])
+    reading = window(meter)
+    assert set(reading.parts) == {"Fake GPU (GPU-one)", "Fake GPU (GPU-zero)"}
+    assert meter._cuda == [0]
+
+
 def test_without_the_counter_power_is_integrated_and_labelled_an_estimate(nvml):
     nvml("noenergy")
     reading = window(EnergyMeter.for_devices(["cuda:0"]), 0.2)

@@ -1,4 +1,4 @@
-"""Iterations that follow each other on the device, verification included: `cover`, plain sampling, beam search.
+"""Iterations that follow each other on the device: drafts, the target over them, verification, the next beams.
 
 The next beams, where they lie and what their parents' mask rows are stay on the device, so an iteration
 can be launched before the host has seen the last one: while it works on one the device is busy with the
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -74,15 +74,17 @@ class DraftedLayer(NamedTuple):
 
 
 class SampledLayer(NamedTuple):
-    """One layer that the target drew, on the host (`layout.VerifiedFields`): by draw, [W_L], but `finite`.
+    """One layer that the target drew, on the host (`layout.VerifiedFields`): by draw, [W_L], but `finite` [W]."""
 
-    Under beam search they are by candidate, and logp is the score. `finite` is bool.
+    """One layer that the target drew, on the host (`layout.VerifiedFields`): by draw, [W_L], but `finite` [W].
+
+    Under beam search they are by candidate, and logp is the score.
     """
 
-    parent: np.ndarray
-    token: np.ndarray
-    logp: np.ndarray
-    finite: np.ndarray
+    parent: list[int]
+    token: list[int]
+    logp: list[float]
+    finite: list[bool]
 
 
 class Outcome(NamedTuple):
@@ -182,37 +184,43 @@ class CoverIteration:
 
     def wait(self, flight: InFlight, wanted: Sequence[bool] | None = None) -> list[Outcome | None]:
         """Wait for an iteration; what came back of each request, None where it is not wanted."""
-        block, layout = flight.wait(), self.layout
+        block = flight.wait()
         if wanted is None:
             wanted = [True] * len(block)
-        return [self._outcome(row, layout) if one else None for row, one in zip(block, wanted, strict=True)]
+        forest, verified = self.layout.forest, self.layout.verified
 
-    def _outcome(self, row: np.ndarray, layout: CoverLayout) -> Outcome:
         def whole(field: Field) -> np.ndarray:
-            return row[field.at].reshape(field.shape)
+            return block[:, field.at].reshape(len(block), *field.shape)
 
         def real(field: Field) -> np.ndarray:
-            return row[field.at].view(np.float64).reshape(field.shape)
+            return block[:, field.at].view(np.float64).reshape(len(block), *field.shape)
 
-        forest, verified = layout.forest, layout.verified
-        parent, token, logp, prob, finite = (
+        drafted = (
             whole(forest.support_parent), whole(forest.support_token), real(forest.logp), real(forest.prob),
             whole(forest.finite) > 0,
         )  # fmt: skip
-        draws = whole(forest.draws) if layout.drawn else [self._everyone] * layout.gamma
-        drafted = [
-            DraftedLayer(parent[i], token[i], logp[i], prob[i], draws[i], finite[i])
-            for i in range(layout.gamma)
-        ]
-        parent, token, logp = whole(verified.parent), whole(verified.token), real(verified.logp)
-        finite = whole(verified.finite) > 0
-        count = int(row[verified.layers.at][0])
-        widths = (parent >= 0).sum(1).tolist()
-        sampled = [
-            SampledLayer(parent[i, :n], token[i, :n], logp[i, :n], finite[i])
-            for i, n in enumerate(widths[:count])
-        ]
-        return Outcome(drafted, sampled)
+        picked = whole(forest.draws) if self.layout.drawn else None
+        parents = whole(verified.parent)
+        counts, widths = block[:, verified.layers.at][:, 0].tolist(), (parents >= 0).sum(2).tolist()
+        sampled = parents.tolist(), whole(verified.token).tolist(), real(verified.logp).tolist()
+        finite = (whole(verified.finite) > 0).tolist()
+        outcomes: list[Outcome | None] = []
+        for r, one in enumerate(wanted):
+            if not one:
+                outcomes.append(None)
+                continue
+            parent, token, logp, prob, numbers = (part[r] for part in drafted)
+            draws = [self._everyone] * self.layout.gamma if picked is None else picked[r]
+            layers = [
+                DraftedLayer(parent[i], token[i], logp[i], prob[i], draws[i], numbers[i])
+                for i in range(self.layout.gamma)
+            ]
+            drawn = []
+            for i, n in enumerate(widths[r][: counts[r]]):
+                p, t, score = (part[r][i][:n] for part in sampled)
+                drawn.append(SampledLayer(p, t, score, finite[r][i]))
+            outcomes.append(Outcome(layers, drawn))
+        return outcomes
 
     def state_of(
         self, tokens: list[int], scores: list[float], rows: list[int], draft_rows: list[int], position: int
@@ -239,29 +247,40 @@ class CoverIteration:
         """The request block, int64 [R, size]."""
         fields = self.layout.request
         block = np.repeat(self._nobody[None], self.layout.requests, 0)
-        for row, request in zip(block, sent, strict=True):
-            if request is None:
-                continue
-            space = request.space
-            target, draft = space.pools
-            row[fields.target_slots.at], row[fields.target_rows.at] = (
-                space.target.slots,
-                space.target.mask_rows,
-            )
-            row[fields.begin.at], row[fields.used.at] = target.begin, target.slots.used
-            if draft is not None and space.draft is not None:
-                row[fields.draft_slots.at] = space.draft.slots
-                row[fields.draft_rows.at] = space.draft.mask_rows
-                row[fields.draft_begin.at], row[fields.draft_used.at] = draft.begin, draft.slots.used
-            row[fields.fresh.at] = request.state is not None
+        rows = [row for row, request in enumerate(sent) if request is not None]
+        requests = [request for request in sent if request is not None]
+        if not requests:
+            return torch.from_numpy(block)
+        bits = block.view(np.float64)
+        spaces = [request.space for request in requests]
+        pools = [space.target for space in spaces], [space.pools[0] for space in spaces]
+        self._put(block, rows, pools, fields.target_slots, fields.target_rows, fields.begin, fields.used)
+        if self.draft is not None:
+            reserved = [space.draft for space in spaces], [space.pools[1] for space in spaces]
+            self._put(
+                block, rows, reserved, fields.draft_slots, fields.draft_rows, fields.draft_begin, fields.draft_used
+            )  # fmt: skip
+        block[rows, fields.fresh.start] = [request.state is not None for request in requests]
+        block[rows, fields.origin.start] = [request.origin for request in requests]
+        self._write(block, rows, [request.rules for request in requests])
+        bits[rows, fields.uniforms.at] = [request.uniforms.ravel() for request in requests]
+        for row, request in zip(rows, requests, strict=True):
             if request.state is not None:
-                row[fields.start.at] = request.state
-            row[fields.origin.at] = request.origin
-            self._write(row, request.rules)
-            row[fields.uniforms.at].view(np.float64)[:] = request.uniforms.ravel()
+                block[row, fields.start.at] = request.state
             if request.draft_uniforms is not None:
-                row[fields.draft_uniforms.at].view(np.float64)[:] = request.draft_uniforms.ravel()
+                bits[row, fields.draft_uniforms.at] = request.draft_uniforms.ravel()
         return torch.from_numpy(block)
+
+    @staticmethod
+    def _put(
+        block: np.ndarray, rows: list[int], parts: Any, slots: Field, mask_rows: Field, begin: Field, used: Field
+    ) -> None:  # fmt: skip
+        """Where each request's nodes go in one model's tree."""
+        spaces, pools = parts
+        block[rows, slots.at] = [space.slots for space in spaces]
+        block[rows, mask_rows.at] = [space.mask_rows for space in spaces]
+        block[rows, begin.start] = [pool.begin for pool in pools]
+        block[rows, used.start] = [pool.slots.used for pool in pools]
 
     def _empty(self) -> np.ndarray:
         """What stands for a request where there is none: one beam behind nothing, in the spare slot and row."""
@@ -269,20 +288,21 @@ class CoverIteration:
         row = np.zeros(self.layout.request_size, dtype=np.int64)
         row[fields.used.at] = row[fields.draft_used.at] = row[fields.fresh.at] = 1
         row[fields.start.at] = self.state_of([0], [0.0], [0], [0], 1)
-        self._write(row, Rules(min_width=self.layout.width))
+        self._write(row[None], [0], [Rules(min_width=self.layout.width)])
         return row
 
-    def _write(self, row: np.ndarray, rules: Rules) -> None:
-        fields = self.layout.request
-        reals = (fields.temperature, fields.top_p, fields.mass, fields.slack)
-        for field, value in zip(
-            reals, (rules.temperature, rules.top_p, rules.mass, rules.slack), strict=True
-        ):
-            row[field.at].view(np.float64)[:] = value
-        for field, number in zip(
-            (fields.min_width, fields.last, fields.one_beam), (rules.min_width, rules.last, rules.one_beam), strict=True
+    def _write(self, block: np.ndarray, rows: list[int], rules: Sequence[Rules]) -> None:
+        fields, bits = self.layout.request, block.view(np.float64)
+        for field, reals in (
+            (fields.temperature, [one.temperature for one in rules]), (fields.top_p, [one.top_p for one in rules]),
+            (fields.mass, [one.mass for one in rules]), (fields.slack, [one.slack for one in rules]),
         ):  # fmt: skip
-            row[field.at] = number
+            bits[rows, field.start] = reals
+        for field, numbers in (
+            (fields.min_width, [one.min_width for one in rules]), (fields.last, [one.last for one in rules]),
+            (fields.one_beam, [one.one_beam for one in rules]),
+        ):  # fmt: skip
+            block[rows, field.start] = numbers
 
     def _key(self, spaces: Sequence[Space]) -> tuple[int, ...]:
         """KV lengths that a capture looks at; nothing else of an iteration changes."""

@@ -73,7 +73,8 @@ class _Lane:
     Attributes:
         seat: whose it is. target, draft: the models as it sees them.
         commit: what to do with its layers.
-        uniforms: of its sampler. drafting: of the draft's, where forests are drawn: a row an iteration. rules: what its layers are drawn under.
+        uniforms: of its sampler. drafting: of the draft's, where forests are drawn: a row an iteration.
+        rules: what its layers are drawn under.
         state: where it starts in the next launch; None: where its last iteration ended.
         deepest: beams deeper than that have no room for an iteration in a context; None: no limit.
         beams, above: of its next iteration (`_Part`).
@@ -134,7 +135,7 @@ class _Committed:
         whole: the request goes on from the last of its layers.
         beams, parents: those of the next iteration and what is above each, by place, if `whole`.
         depth: of the last layer. layers: how many there were.
-        places: the forest's nodes by their places in it.
+        computed: places in the iteration of beams and of the forest's nodes: at least of those that may live on.
     """
 
     forest: Forest
@@ -143,7 +144,7 @@ class _Committed:
     parents: list[Node]
     depth: int
     layers: int
-    places: list[list[Node | None]]
+    computed: dict[Node, int]
 
 
 class Pipeline:
@@ -164,7 +165,10 @@ class Pipeline:
         stopped: Callable[[CannotCapture | OutOfMemory], None],
     ) -> None:
         self._iteration, self._clock, self._stopped = iteration, clock, stopped
-        self._lanes: list[_Lane | None] = [None] * iteration.layout.requests
+        layout = iteration.layout
+        self._lanes: list[_Lane | None] = [None] * layout.requests
+        # Of each layer of the forest, its first place among the iteration's nodes.
+        self._first = [layout.width + depth * layout.draft_width for depth in range(layout.gamma)]
         self._in_flight: deque[_Iteration] = deque()
         self._usable = True  # else what is in flight still comes back, and the host goes on
 
@@ -173,9 +177,15 @@ class Pipeline:
         """W_S and gamma."""
         return self._iteration.layout.draft_width, self._iteration.layout.gamma
 
-    def seat(self, target: Any, draft: Any) -> Seat:
-        """A place for a request that these models serve: `HfTreeModel`s, or `RequestModel`s."""
-        return Seat(self, target, draft)
+    def seat(self, target: Any, draft: Any, forests: bool = True) -> Seat:
+        """A place for a request that these models serve: `HfTreeModel`s, or `RequestModel`s.
+
+        Args:
+            forests: whether anybody looks at the forests; else they stay numbers, and the host's share of an
+                iteration does not grow with them. With stop strings they are always looked at: a node may end by
+                one, which the device cannot see.
+        """
+        return Seat(self, target, draft, forests)
 
     @torch.inference_mode()
     def join(self, seat: Seat, request: Request, commit: Commit) -> _Lane | None:
@@ -380,39 +390,67 @@ class Pipeline:
 
     def _commit(self, part: _Part, outcome: Outcome) -> _Committed:
         lane, request, uniforms, commit = part.lane, part.lane.request, part.lane.uniforms, part.lane.commit
-        forest, places = self._drafted(lane, part.beams, outcome.drafted)
         if lane.drafting is not None:
             lane.drafting.use()
+        child = request.trie.child
+        if lane.seat.forests:
+            forest, nodes = self._drafted(lane, part.beams, outcome.drafted)
+            computed, places = self._places(part.beams, nodes), None
+        else:
+            forest, places = Forest(computed=True), self._numbered(lane, part.beams, outcome.drafted)
+            computed = self._places(part.beams, [])
+        drafted = len(forest.layers) if places is None else len(places)
         above, whole = part.beams, True
         reached = next(node.depth for node in above if node is not None)
         searching = self._iteration.layout.kept > 0
         draws: list[Node] = []
         passed = True
+        found: list[int | None] = list(
+            range(len(above))
+        )  # places of the parents in their layer of the forest
         for depth, layer in enumerate(outcome.sampled):
             for i, parent in enumerate(above):
                 if parent is not None and not layer.finite[i]:
                     raise lane.target.rows.fail(parent)
             uniforms.use()
             draws = []
-            for p, token, logp in zip(
-                layer.parent.tolist(), layer.token.tolist(), layer.logp.tolist(), strict=True
-            ):
+            for p, token, logp in zip(layer.parent, layer.token, layer.logp, strict=True):
                 parent = above[p]
                 assert parent is not None
-                node = request.trie.child(parent, token)
+                node = child(parent, token)
                 node.score = logp if searching else parent.score + logp
                 draws.append(node)
-            shown = draws
+            shown, kept = draws, list(range(len(draws)))
             if searching:
                 # The device knows the candidates that end by themselves, and takes the best of the others.
-                draws = [node for node in draws if node.token not in request.trie.eos_ids][: request.width]
+                kept = [i for i, node in enumerate(shown) if node.token not in request.trie.eos_ids][
+                    : request.width
+                ]
+                draws = [shown[i] for i in kept]
             above = living(draws)
             held: list[bool] | None = None
-            if depth < len(forest.layers) and passed:  # else it is drawn from the one beam that is kept
+            if depth < drafted and passed:  # else it is drawn from the one beam that is kept
                 # The device looks for nodes that may have children; a drafted end is drafted as well.
-                inside = frozenset(forest.layers[depth].draws)
-                held = [node in inside for node in shown]
-                passed = all(node in inside for node in above if node is not None)
+                if places is None:
+                    inside = frozenset(forest.layers[depth].draws)
+                    held = [node in inside for node in shown]
+                    passed = all(node in inside for node in above if node is not None)
+                else:
+                    spots = [
+                        places[depth].get((found[p], token))
+                        for p, token in zip(layer.parent, layer.token, strict=True)
+                    ]
+                    held = [spot is not None for spot in spots]
+                    first = self._first[depth]
+                    computed.update(
+                        (node, first + spot)
+                        for node, spot in zip(shown, spots, strict=True)
+                        if spot is not None
+                    )
+                    found = [spots[i] for i in kept]
+                    passed = all(
+                        spot is not None or node is None for node, spot in zip(above, found, strict=True)
+                    )
             goes_on = commit(shown, held)
             # The device knows nothing of stop strings and budgets.
             whole = goes_on and all(node.finish in (None, "eos") for node in draws)
@@ -423,7 +461,35 @@ class Pipeline:
             best = max((node for node in above if node is not None), key=lambda node: node.score)
             above = [node if node is best else None for node in above]
         parents = [node.parent for node in draws if node.parent is not None]
-        return _Committed(forest, whole, above, parents, reached, len(outcome.sampled), places)
+        return _Committed(forest, whole, above, parents, reached, len(outcome.sampled), computed)
+
+    def _places(self, beams: list[Node | None], layers: list[list[Node | None]]) -> dict[Node, int]:
+        """Where nodes are computed, given the forest's by layer and place."""
+        computed = {node: i for i, node in enumerate(beams) if node is not None}
+        for depth, nodes in enumerate(layers):
+            first = self._first[depth]
+            computed.update((node, first + i) for i, node in enumerate(nodes) if node is not None)
+        return computed
+
+    def _numbered(
+        self, lane: _Lane, beams: list[Node | None], layers: list[DraftedLayer]
+    ) -> list[dict[tuple[int | None, int], int]]:
+        """The forest as numbers: by layer, the place of each continuation by its parent's place and its token."""
+        trie, numbered = lane.request.trie, []
+        parents = [i for i, node in enumerate(beams) if node is not None]
+        room = trie.budget - next(node.depth for node in beams if node is not None) - 1
+        for drafted in layers[: max(0, room)]:  # the last layer of a budget needs no forest
+            if not parents:
+                break
+            if not drafted.finite[parents].all():
+                self._drafted(lane, beams, layers)  # tells which node it was
+            above, tokens = drafted.parent[drafted.draws].tolist(), drafted.token[drafted.draws].tolist()
+            places: dict[tuple[int | None, int], int] = {}
+            for i, key in enumerate(zip(above, tokens, strict=True)):
+                places.setdefault(key, i)
+            numbered.append(places)
+            parents = [i for i, token in enumerate(tokens) if token not in trie.eos_ids]
+        return numbered
 
     def _drafted(
         self, lane: _Lane, beams: list[Node | None], layers: list[DraftedLayer]
@@ -457,13 +523,9 @@ class Pipeline:
 
     def _adopt(self, part: _Part, done: _Committed) -> None:
         """Tell the caches which nodes of a reservation may live on; the next `retain` enters them."""
-        layout, deepest = self._iteration.layout, done.depth
-        computed: dict[Node, int] = {node: i for i, node in enumerate(part.beams) if node is not None}
-        for depth, nodes in enumerate(done.places):
-            for i, node in enumerate(nodes):
-                # The next iteration computes its beams itself.
-                if node is not None and node.depth < deepest:
-                    computed[node] = layout.width + depth * layout.draft_width + i
+        layout = self._iteration.layout
+        # The next iteration computes its beams itself.
+        computed = {node: place for node, place in done.computed.items() if node.depth < done.depth}
         target, draft = part.space.pools
         target.commit(part.space.target, computed)
         if draft is None or part.space.draft is None:
@@ -481,8 +543,8 @@ class Pipeline:
 class Seat:
     """A request's place in a `Pipeline` (`model.protocol.Engine`)."""
 
-    def __init__(self, pipeline: Pipeline, target: Any, draft: Any) -> None:
-        self.pipeline, self.target, self.draft = pipeline, target, draft
+    def __init__(self, pipeline: Pipeline, target: Any, draft: Any, forests: bool = True) -> None:
+        self.pipeline, self.target, self.draft, self.forests = pipeline, target, draft, forests
         self.forest = Forest()
         self._lane: _Lane | None = None
 

@@ -12,12 +12,14 @@ import functools
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from dsbd_cli.decoding.forward import native
 from dsbd_cli.decoding.forward.whole import WholeForward, padded, prototyped
 from dsbd_cli.loading import processor
+from dsbd_cli.loading.ready.packed import Piece
 
 _FLAGS = ("-mamx-tile", "-mamx-int8", "-mamx-bf16")
 _PAGE = 1 << 21
@@ -55,9 +57,17 @@ class AmxForward(WholeForward):
         self._store = _Store(_weights_of(model), int8)
         super().__init__(model, library(), int8)
 
-    def _pack(self, weight: Tensor) -> tuple[int, Tensor | None, int]:
-        address, scale = self._store.put(weight)
-        return address, None if scale is None else padded(scale, 32), 0
+    def _layout(self) -> str:
+        return f"AMX tiles, {'int8' if self.int8 else 'bfloat16'}"
+
+    def _pack(self, weight: Tensor) -> tuple[Tensor, Tensor | None, int]:
+        tiles, scale = packed(weight, self.int8)
+        place = torch.from_numpy(self._store.put(tiles.view(torch.uint8).flatten().numpy()))
+        return place, None if scale is None else padded(scale, 32), 0
+
+    def _take(self, piece: Piece) -> Piece:
+        # Into large pages, which a mapped file has not: a forward reads a tenth faster from them.
+        return piece._replace(weight=self._store.put(piece.weight))
 
     def describe(self) -> str:
         """One line for people."""
@@ -68,20 +78,17 @@ class _Store:
     """One buffer for all packed weights, in large pages where the system has them."""
 
     def __init__(self, shapes: Sequence[tuple[int, int]], int8: bool) -> None:
-        self._int8 = int8
         size = sum(-(-rows // 32) * 32 * columns * (1 if int8 else 2) for rows, columns in shapes)
         self._bytes = torch.empty(size + _PAGE, dtype=torch.uint8)
         self._at = -self._bytes.data_ptr() % _PAGE
         library().large_pages(_pointer(self._bytes.data_ptr() + self._at), _long(size // _PAGE * _PAGE))
 
-    def put(self, weight: Tensor) -> tuple[int, Tensor | None]:
-        """Pack [outputs, inputs]; its address, and for int8 one scale an output."""
-        tiles, scale = packed(weight, self._int8)
-        flat = tiles.view(torch.uint8).flatten()
-        place = self._bytes[self._at : self._at + len(flat)]
-        place.copy_(flat)
-        self._at += len(flat)
-        return place.data_ptr(), scale
+    def put(self, tiles: np.ndarray) -> np.ndarray:
+        """The bytes of one packed matrix, where they lie now."""
+        place = self._bytes[self._at : self._at + len(tiles)].numpy()
+        place[:] = tiles
+        self._at += len(tiles)
+        return place
 
 
 def _weights_of(model: Any) -> list[tuple[int, int]]:

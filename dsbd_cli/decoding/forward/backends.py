@@ -27,6 +27,7 @@ from dsbd_cli.decoding.forward.kernels import (
 )
 from dsbd_cli.decoding.forward.llama import LlamaForward
 from dsbd_cli.decoding.forward.plain import why_not_plain, why_other_attention
+from dsbd_cli.group import group_of
 from dsbd_cli.loading import processor
 from dsbd_cli.loading.ready.llama import ReadyLlama
 
@@ -83,9 +84,16 @@ class Backend(NamedTuple):
     same: bool = False
 
 
-def why_no_amx(model: Any, int8: bool) -> str | None:
+def _why_not_whole(model: Any) -> str | None:
+    """What keeps a forward in one call to C from serving a model at all."""
     if model.device.type != "cpu":
         return "a CPU forward"
+    return "it knows nothing of sums over processes" if group_of(model).size > 1 else None
+
+
+def why_no_amx(model: Any, int8: bool) -> str | None:
+    if reason := _why_not_whole(model):
+        return reason
     if not (int8 or model.dtype == torch.bfloat16):
         return "for bfloat16 models, and for drafts"
     if not processor.amx_likely():
@@ -102,8 +110,8 @@ def why_no_amx(model: Any, int8: bool) -> str | None:
 
 
 def why_no_simd(model: Any, int8: bool) -> str | None:
-    if model.device.type != "cpu":
-        return "a CPU forward"
+    if reason := _why_not_whole(model):
+        return reason
     if model.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         return "for float32 and shorter formats"
     attention, config = model.model.layers[0].self_attn, model.config
@@ -199,8 +207,6 @@ def why_not_fused(model: Any) -> str | None:
         return None  # it was compared with a plain model, bit for bit
     if any(hasattr(module, "_hf_hook") for module in model.modules()):
         return "hooks move its weights"
-    if (getattr(model, "tp_size", None) or 1) > 1:
-        return "each process holds a part of every weight"
     if reason := why_not_plain(model) or why_other_attention(model):
         return reason
     if layer_kinds(model.config) != ["full_attention"]:

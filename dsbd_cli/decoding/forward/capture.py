@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from dsbd_cli.decoding.forward.outcomes import CannotCapture, OutOfMemory
-from dsbd_cli.errors import first_line
+from dsbd_cli.errors import RunError, first_line
+from dsbd_cli.group import joined
 
 _LEAST_SLOTS = 256
 # A wait shorter than this (seconds): what was waited for had ended before.
@@ -219,6 +220,10 @@ class Captures:
             capture.replay()
             return capture, flight
         except torch.cuda.OutOfMemoryError as error:
+            if joined().size > 1:  # the others have memory, and would wait for this process for ever
+                raise RunError(
+                    f"no memory is left for captures on {self.device}: give a smaller --width, --gamma or --batch"
+                ) from error
             self.release()
             raise OutOfMemory(first_line(error)) from error
         except Exception as error:  # whatever a compiler or a library makes of being captured
@@ -286,7 +291,9 @@ class Captures:
     def _begin(self) -> None:
         assert self._graphs is not None
         self._graphs.append(torch.cuda.CUDAGraph())
-        self._graphs[-1].capture_begin(pool=self._memory)
+        # With several processes a thread of the communication library looks at events of its own meanwhile.
+        mode = "thread_local" if joined().size > 1 else "global"
+        self._graphs[-1].capture_begin(pool=self._memory, capture_error_mode=mode)
 
     def release(self) -> None:
         """Let go of every capture; their memory goes with them, the next ones get their own.

@@ -121,8 +121,6 @@ def why_not(model: Any) -> str | None:
     devices = {weight.device for weight in model.parameters()}
     if len(devices) > 1:
         return "its weights are spread over several devices"
-    if (getattr(model, "tp_size", None) or 1) > 1:
-        return "its weights are split over processes"
     if any(hasattr(module, "_hf_hook") for module in model.modules()):
         return "its weights are moved by hooks"
     return why_not_shared(model)

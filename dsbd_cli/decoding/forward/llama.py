@@ -18,6 +18,8 @@ from torch import Tensor, nn
 
 from dsbd_cli.decoding.cache.buffers import KVBuffer, Span
 from dsbd_cli.decoding.forward.kernels import Int8Linear, Linear, PrepackedLinear, fused
+from dsbd_cli.decoding.forward.split import head_of, summed
+from dsbd_cli.group import ALONE, Group, group_of
 
 # Where a CUDA graph may be broken (`graphs`): a short piece first, then longer ones.
 _FIRST_BREAK, _BREAK_EVERY = 2, 8
@@ -43,18 +45,20 @@ class LlamaForward:
         self.int8 = linear is Int8Linear
         self.dtype = torch.float32 if self.int8 else model.dtype
         self.between: Callable[[], None] | None = None
+        group = group_of(model)
+        self._processes = group.size
         inner = model.model
         self._embed: nn.Embedding = inner.embed_tokens
         self._rotary = inner.rotary_emb
         on_gpu = model.device.type == "cuda"
         kind: Any = TorchLayer if kernels is None else TritonLayer if on_gpu else NativeLayer
         self._layers: list[Any] = [
-            kind(i, layer, linear, self.dtype, kernels) for i, layer in enumerate(inner.layers)
+            kind(i, layer, linear, self.dtype, kernels, group) for i, layer in enumerate(inner.layers)
         ]
         # Its attention stops at a length that it reads on the device: one CUDA graph for any length.
         self.reads_length = kind is TritonLayer
         self._norm = Norm(inner.norm, self.dtype)
-        self._head = fused([model.lm_head], linear)
+        self._head = head_of(model.lm_head, linear, group)
 
     def describe(self) -> str:
         """One line for people: which products and which kernels."""
@@ -64,6 +68,7 @@ class LlamaForward:
             "fused Llama forward",
             products.get(self.linear, "torch's products"),
             "tensor operations" if self.kernels is None else compiled,
+            *([f"split over {self._processes} processes"] if self._processes > 1 else []),
         ))  # fmt: skip
 
     def needs_no_mask(self, begin: int) -> bool:
@@ -119,10 +124,13 @@ class _Layer:
     """What all kinds of decoder layer hold.
 
     Attributes:
-        heads, groups, shared, size: query heads, key/value heads, query heads a key head, their width.
+        heads, groups, shared, size: query heads, key/value heads, query heads a key head, their width; of heads
+            those that this process has.
     """
 
-    def __init__(self, index: int, layer: Any, linear: type, dtype: torch.dtype, kernels: Any) -> None:
+    def __init__(
+        self, index: int, layer: Any, linear: type, dtype: torch.dtype, kernels: Any, group: Group = ALONE
+    ) -> None:
         attention, mlp = layer.self_attn, layer.mlp
         self.index, self.kernels = index, kernels
         self.size = int(attention.head_dim)
@@ -138,9 +146,9 @@ class _Layer:
         if hasattr(attention, "q_norm"):
             self.head_norms = Norm(attention.q_norm, dtype), Norm(attention.k_norm, dtype)
         self.qkv: Linear = fused([attention.q_proj, attention.k_proj, attention.v_proj], linear)
-        self.out: Linear = fused([attention.o_proj], linear, self._columns())
+        self.out: Linear = summed(fused([attention.o_proj], linear, self._columns()), group)
         self.gate_up: Linear = fused([mlp.gate_proj, mlp.up_proj], linear)
-        self.down: Linear = fused([mlp.down_proj], linear)
+        self.down: Linear = summed(fused([mlp.down_proj], linear), group)
 
     def _columns(self) -> Tensor | None:
         """The order of heads in which `out` gets its input, as columns; None: as the model has them."""
@@ -244,8 +252,10 @@ class TorchLayer(_Layer):
 class _KernelLayer(_Layer):
     """Products by torch, everything between them by compiled kernels; same call as `TorchLayer`."""
 
-    def __init__(self, index: int, layer: Any, linear: type, dtype: torch.dtype, kernels: Any) -> None:
-        super().__init__(index, layer, linear, dtype, kernels)
+    def __init__(
+        self, index: int, layer: Any, linear: type, dtype: torch.dtype, kernels: Any, group: Group = ALONE
+    ) -> None:
+        super().__init__(index, layer, linear, dtype, kernels, group)
         norms = self.head_norms
         self._weights = None if norms is None else (norms[0].weight, norms[1].weight)
         self._eps = 0.0 if norms is None else norms[0].eps

@@ -17,6 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 
+from dsbd_cli.group import Summed
+
 FAMILIES = {
     "LlamaForCausalLM": ("llama", "Llama"),
     "MistralForCausalLM": ("mistral", "Mistral"),
@@ -206,7 +208,13 @@ def _extra(model: Any) -> list[str]:
 
 
 def _collects(hook: Any) -> bool:
-    """Whether a hook is transformers' own for `output_hidden_states` and the like, which changes nothing."""
+    """Whether a hook changes nothing that a fused forward computes.
+
+    Transformers' own for `output_hidden_states` and the like, and our sums over processes, which those forwards
+    run as well.
+    """
+    if isinstance(hook, Summed):
+        return True
     return bool(getattr(hook, "__module__", "") == "transformers.utils.output_capturing")
 
 

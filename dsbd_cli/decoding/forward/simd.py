@@ -60,15 +60,18 @@ class SimdForward(WholeForward):
         self.formats: dict[str, int] = {}
         super().__init__(model, library(level))
         # Widening and reading is what one node costs, multiplying what each costs.
-        weights = sum(self.formats.values())
-        self.relative_node_cost = min(0.5, 0.045 * 4 * weights / self.bytes_read)
+        for piece in self._pieces:
+            name = FORMATS[piece.format]
+            self.bytes_read += piece.weight.nbytes
+            self.formats[name] = self.formats.get(name, 0) + piece.outputs * piece.inputs
+        self.relative_node_cost = min(0.5, 0.045 * 4 * sum(self.formats.values()) / self.bytes_read)
 
-    def _pack(self, weight: Tensor) -> tuple[int, Tensor | None, int]:
+    def _layout(self) -> str:
+        return f"float32 in C, {self.level}"
+
+    def _pack(self, weight: Tensor) -> tuple[Tensor, Tensor | None, int]:
         packed, kind = pack(self._library, weight)
-        self._kept.append(packed)
-        self.bytes_read += len(packed)
-        self.formats[FORMATS[kind]] = self.formats.get(FORMATS[kind], 0) + weight.numel()
-        return packed.data_ptr(), None, kind
+        return packed, None, kind
 
     def describe(self) -> str:
         """One line for people; prices are kept by it."""

@@ -7,14 +7,17 @@ everything else is out of the way. The records here are those of `native/whole.h
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from dsbd_cli.decoding.cache.buffers import KVBuffer
 from dsbd_cli.decoding.forward import native
+from dsbd_cli.loading.ready import packed
+from dsbd_cli.loading.ready.packed import Piece, Place
 
 _ROPES_BY_POSITION = {"default", "linear", "llama3"}
 _UNIT = 16
@@ -61,6 +64,9 @@ class WholeForward:
         library: the compiled forward.
         int8: whether it multiplies in int8.
 
+    A model that was remembered says where its packed weights are kept (`packed`): they are mapped from there, or
+    packed and kept for its next start.
+
     Attributes:
         dtype: of activations, keys, values and logits.
         relative_node_cost: what a node more costs, in forwards of one node.
@@ -83,6 +89,12 @@ class WholeForward:
         self._groups, self._size = int(config.num_key_value_heads), int(attention.head_dim)
         self._kept: list[Any] = []  # what the structures point into
         self._rows = int(model.lm_head.weight.shape[0])
+        self._pieces: list[Piece] = []
+        place: Place | None = getattr(model, "packed", None)
+        found = None if place is None else packed.read(place, self._layout())
+        if found is not None and [one[:2] for one in found] != _shapes(model):
+            found = None
+        self._known: Iterator[Piece] | None = None if found is None else iter(found)
         array = (_Layer * len(self._layers))(*[self._layer(layer) for layer in self._layers])
         head_norm = getattr(attention, "q_norm", None)
         self._model = _Model(
@@ -91,13 +103,28 @@ class WholeForward:
             0.0 if head_norm is None else head_norm.variance_epsilon, attention.scaling,
             array, self._small(inner.norm.weight, self.dtype), self._linear(model.lm_head),
         )  # fmt: skip
-        self._kept.append(array)
+        self._kept += [array, self._pieces]
+        if place is not None and found is None:
+            self.keep(place)
         self._memory = torch.empty(0, dtype=torch.uint8)
         self._pools: tuple[Any, int, Any, Any] = (None, 0, None, None)
 
-    def _pack(self, weight: Tensor) -> tuple[int, Tensor | None, int]:
-        """Lay out [outputs, inputs] for C: its address, scales of the outputs, its format."""
+    def _layout(self) -> str:
+        """What its packed weights are laid out for: another one cannot read them."""
         raise NotImplementedError
+
+    def _pack(self, weight: Tensor) -> tuple[Tensor, Tensor | None, int]:
+        """Lay out [outputs, inputs] for C: bytes, scales of the outputs, the format."""
+        raise NotImplementedError
+
+    def _take(self, piece: Piece) -> Piece:
+        """Called for each matrix that was kept: it, or what is computed with in its place."""
+        return piece
+
+    def keep(self, place: Place) -> bool:
+        """Keep the packed weights for the next start; whether they are there now."""
+        layout = self._layout()
+        return packed.read(place, layout) is not None or packed.write(place, layout, self._pieces)
 
     def _small(self, weight: Tensor, dtype: torch.dtype) -> int:
         """The address of a small tensor, which is kept."""
@@ -105,6 +132,17 @@ class WholeForward:
         return self._kept[-1].data_ptr()
 
     def _linear(self, *linears: Any, mixed: bool = False) -> Linear:
+        if self._known is not None:
+            piece = self._take(next(self._known))
+        else:
+            piece = self._laid_out(linears, mixed)
+        self._pieces.append(piece)
+        addresses = [
+            None if one is None else one.ctypes.data for one in (piece.weight, piece.scale, piece.bias)
+        ]
+        return Linear(*addresses, piece.inputs, piece.outputs, piece.format)
+
+    def _laid_out(self, linears: tuple[Any, ...], mixed: bool) -> Piece:
         weight = torch.cat([linear.weight.detach() for linear in linears])
         bias = None
         if any(linear.bias is not None for linear in linears):
@@ -116,15 +154,14 @@ class WholeForward:
         if mixed:
             order = torch.arange(len(weight)).view(2, -1, _UNIT).transpose(0, 1).reshape(-1)
             weight, bias = weight[order], None if bias is None else bias[order]
-        outputs, inputs = weight.shape
-        address, scale, kind = self._pack(weight)
-        return Linear(
-            address,
-            None if scale is None else self._small(scale, torch.float32),
-            None if bias is None else self._small(padded(bias, 2 * _UNIT), torch.float32),
-            inputs,
-            outputs,
+        bytes_, scale, kind = self._pack(weight)
+        small = None if bias is None else padded(bias, 2 * _UNIT)
+        return Piece(
+            len(weight),
+            weight.shape[1],
             kind,
+            bytes_.numpy(),
+            *(None if one is None else _float32(one) for one in (scale, small)),
         )
 
     def _layer(self, layer: Any) -> _Layer:
@@ -194,6 +231,25 @@ class WholeForward:
             )
             self._pools = cache, cache.capacity, keys, values
         return ctypes.cast(self._pools[2], _pointer), ctypes.cast(self._pools[3], _pointer)
+
+
+def _shapes(model: Any) -> list[tuple[int, int]]:
+    """Outputs and inputs of all matrices, in the order in which they are packed."""
+    shapes = []
+    for layer in model.model.layers:
+        attention, mlp = layer.self_attn, layer.mlp
+        for linears in (
+            (attention.q_proj, attention.k_proj, attention.v_proj),
+            (attention.o_proj,),
+            (mlp.gate_proj, mlp.up_proj),
+            (mlp.down_proj,),
+        ):
+            shapes.append((sum(len(one.weight) for one in linears), linears[0].weight.shape[1]))
+    return [*shapes, tuple(model.lm_head.weight.shape)]
+
+
+def _float32(values: Tensor) -> np.ndarray:
+    return values.float().contiguous().numpy()
 
 
 def padded(values: Tensor, unit: int) -> Tensor:

@@ -47,6 +47,7 @@ class Run(Request):
         target: prefilled target model.
         proposer: where forests come from, or None for plain decoding.
         keep_answer: leave the best finished sequence in the caches, for a prompt that goes on from it.
+        survivors: what of a forest stands below the beams that go on stays computed, for the next one.
         shape: how large a forest is worth drafting, or None for always gamma layers of W_S.
         engine: runs `cover` iterations on the device, verification included, or None.
     """
@@ -54,6 +55,7 @@ class Run(Request):
     target: TreeModel
     proposer: Proposer | None = None
     keep_answer: bool = False
+    survivors: bool = False
     shape: ForestShape | None = None
     engine: Engine | None = None
     _layers: list[Layer] = field(default_factory=list)
@@ -187,6 +189,8 @@ class Run(Request):
         self._layers.clear()
         best = self.hypotheses.best_finished() if self.keep_answer else None
         leaves = active if best is None else [*active, best]
+        if self.survivors:
+            leaves = [*leaves, *forest.below(active)]
         for cache in (self.target, self.proposer) if by is None else (by,):
             if cache is not None:
                 cache.retain(leaves)

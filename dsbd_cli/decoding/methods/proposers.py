@@ -7,7 +7,16 @@ from typing import Protocol
 
 import numpy as np
 
-from dsbd_cli.decoding.law.distribution import LogitsProcessor, Sampler, draw_layer, most_probable
+from dsbd_cli.decoding.law.distribution import (
+    LogitsProcessor,
+    Row,
+    Sampler,
+    Support,
+    draw_layer,
+    joint,
+    most_probable,
+)
+from dsbd_cli.decoding.methods.best_first import most_probable_nodes
 from dsbd_cli.decoding.model.protocol import Compute, TreeModel
 from dsbd_cli.decoding.tree.events import Layer
 from dsbd_cli.decoding.tree.sequences import DraftLayer, Forest, Node, Trie, draft_room
@@ -56,25 +65,32 @@ class DraftModelProposer:
     """Draws each layer from the draft model's `q_beam`, or takes its most probable continuations.
 
     Layer 1 weighs the parents by the TARGET's l, which is known exactly and a better proposal than
-    the draft's own prefix likelihood; deeper layers add the draft's conditionals on top.
+    the draft's own prefix likelihood; deeper layers add the draft's conditionals on top. Below a node that
+    the target has computed already (`Run.survivors`) its own conditionals stand in for the draft's.
 
     Args:
         draft: the draft model, prefilled with the same prompt.
         width: W_S.
         best: take the W_S most probable distinct continuations (`cover`) instead of draws.
-        distinct: draws without replacement, as the target's.
         mass: of those, only the first that hold this much of their joint probability together.
+        distinct: draws without replacement, as the target's.
+        target: the target, where its conditionals may be used: with `best` only, for q must be the draft's.
+        target_top: how many best entries of a target row may be asked for; 0: any number.
+        nodes: of a forest that the target is to compute, the most probable ones; 0: all.
         numbers: layers that every forest has random numbers for, however deep it is: a device can then be given
             those of the next before it is known how deep this one is.
     """
 
     def __init__(
         self, draft: TreeModel, trie: Trie, processor: LogitsProcessor, width: int, sampler: Sampler, best: bool,
-        mass: float = 1.0, distinct: bool = False, numbers: int = 0,
+        mass: float = 1.0, distinct: bool = False, target: TreeModel | None = None, target_top: int = 0,
+        nodes: int = 0, numbers: int = 0,
     ) -> None:  # fmt: skip
         self._draft, self._trie, self._processor = draft, trie, processor
         self._width, self._sampler, self._best, self._mass = width, sampler, best, mass
-        self._distinct, self._numbers = distinct, numbers
+        self._distinct, self._target, self._nodes = distinct, target, nodes
+        self._numbers = numbers
+        self._entries = min(target_top or processor.top_n, processor.top_n)
         self.exhausted = False
 
     def begin(self, beams: list[Node], depth: int) -> None:
@@ -92,9 +108,11 @@ class DraftModelProposer:
         if not beams:
             return Forest()
         parents, scores = beams, [node.score for node in beams]
+        probable: dict[Node, float] = {}
         for _ in range(min(depth, room)):
-            yield Compute(self._draft, parents)
-            support = self._draft.joint(parents, scores, self._processor)
+            if unknown := [node for node in parents if not self._knows(node)]:
+                yield Compute(self._draft, unknown)
+            support = self._joint(parents, scores)
             if self._best:
                 sample = [int(i) for i in most_probable(support, width, self._mass)]
             else:
@@ -108,10 +126,29 @@ class DraftModelProposer:
             }
             if not found:
                 break
+            probable |= found
             parents, scores = list(found), list(found.values())
         if len(layers) < self._numbers:
             self._sampler.sample(np.ones(1), (self._numbers - len(layers)) * self._width)
+        if self._nodes:
+            layers = most_probable_nodes(layers, probable, self._nodes, self._knows)
         return Forest(layers)
+
+    def _knows(self, node: Node) -> bool:
+        """Whether the target's own conditionals below a node are there."""
+        return self._target is not None and self._target.has_logits(node)
+
+    def _joint(self, parents: list[Node], scores: list[float]) -> Support:
+        """`q_beam` over these parents, the target's conditionals where they are known."""
+        if self._target is None or not any(map(self._target.has_logits, parents)):
+            return self._draft.joint(parents, scores, self._processor)
+        rows = [
+            Row(*self._target.best(node, self._entries))
+            if self._target.has_logits(node)
+            else Row(*self._draft.best(node, self._processor.top_n))
+            for node in parents
+        ]
+        return joint(scores, rows, self._processor)
 
     def retain(self, leaves: list[Node]) -> None:
         self._draft.retain(leaves)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from dsbd_cli.decoding.law.beam_search import candidates_kept
 from dsbd_cli.decoding.law.distribution import LogitsProcessor, Sampler
 from dsbd_cli.decoding.law.width import DistinctWidth, ThresholdWidth, width_rule
 from dsbd_cli.decoding.methods.deterministic import beam_search
 from dsbd_cli.decoding.methods.dsbd import Run, alone, dsbd
+from dsbd_cli.decoding.methods.lookup import CHAINS, LookupProposer
 from dsbd_cli.decoding.methods.proposers import CapturedProposer, DraftModelProposer, ForestShape, Proposer
 from dsbd_cli.decoding.methods.specinfer import TreeProposer, specinfer
 from dsbd_cli.decoding.model.protocol import Demand, Engine, Need, TreeModel
@@ -68,6 +69,15 @@ def draft_processor(settings: Settings) -> LogitsProcessor:
     )
 
 
+def host_proposals(settings: Settings) -> str:
+    """Which of these settings' proposals the host alone can make; empty: none."""
+    if not takes_most_probable(settings):
+        return ""
+    if settings.lookup:
+        return "the host looks up the prompt (lookup)"
+    return "the host chooses the forest's nodes (forest-nodes)" if settings.forest_nodes else ""
+
+
 def forest_shape(settings: Settings, prices: Prices, pruned: bool) -> ForestShape:
     """How large these settings' forests are to be.
 
@@ -113,6 +123,8 @@ def most_nodes(settings: Settings, prompt_tokens: int, budget: int) -> int:
     forests of two iterations in flight."""
     width = 1 if settings.method in ONE_BEAM_METHODS else settings.width
     forest = settings.gamma * settings.draft_width if settings.method in DRAFTING else 0
+    if settings.method in DRAFTING:
+        forest += CHAINS * settings.lookup * width
     if settings.method == "specinfer":
         forest, level = 0, 1
         for count in settings.tree or DEFAULT_TREE:
@@ -135,6 +147,8 @@ def demand_of(settings: Settings, drafts: bool) -> Demand:
         why_not_pipelined = "which random numbers come next depends on what is accepted"
     if draws_distinct(settings) and not takes_most_probable(settings):
         why_not_captured = "the host drafts distinct draws"
+    if not plain and (on_host := host_proposals(settings)):
+        why_not_pipelined = why_not_captured = on_host
     if plain or settings.method == "specinfer":
         why_not_captured = "nothing is drafted" if plain else "the host drafts token trees"
     return Demand(
@@ -160,12 +174,14 @@ def start(
     engine: Engine | None = None,
     captured: CapturedProposer | None = None,
     prices: Prices | None = None,
+    prompt: Sequence[int] = (),
 ) -> Run:
     """A `Run` for these settings on prefilled models; `draft` may be None for plain decoding.
 
     Args:
         engine, captured: what `device.engines.Engines.choose` found for `demand_of` these settings, if anything.
         prices: what forests have to be worth on the host; None: all are full.
+        prompt: token ids that `trie.root` stands for, for `lookup`.
     """
     one_beam = settings.method in ONE_BEAM_METHODS
     width = 1 if one_beam else settings.width
@@ -174,6 +190,7 @@ def start(
     proposer: Proposer | None = None
     shape: ForestShape | None = None
     kv_one = settings.kv == "one" and settings.method == "dsbd"
+    own = False  # the target's own conditionals serve as proposals
     if draft is not None and settings.method == "specinfer":
         expansion = settings.tree or DEFAULT_TREE
         gamma = len(expansion)
@@ -188,10 +205,16 @@ def start(
             processor = LogitsProcessor(settings.temperature, processor.top_k)
         if prices is not None and priced and gamma:
             shape = forest_shape(settings, prices, mass < 1)
+        # Full forests are those of a device.
+        alike = settings.forest == "full" and not host_proposals(settings)
+        own = best and engine is None and captured is None and not alike
         proposer = DraftModelProposer(
             draft, trie, processor, draft_width, draft_sampler, best, mass, draws_distinct(settings),
-            0 if best else gamma,
+            target if own else None, top_n_needed(settings, len(trie.eos_ids)),
+            settings.forest_nodes if own else 0, 0 if best else gamma,
         )  # fmt: skip
+        if settings.lookup and own and gamma:
+            proposer = LookupProposer(proposer, trie, prompt, settings.lookup)
         if captured is not None:
             proposer = captured.falling_back_to(proposer)
     hypotheses = Hypotheses(trie.root, width, settings.early_stopping, settings.length_penalty)
@@ -210,6 +233,7 @@ def start(
         dynamic_width=width_rule_of(settings),
         proposer=proposer,
         kv_one=kv_one,
+        survivors=own,
         shape=shape,
         engine=engine,
     )

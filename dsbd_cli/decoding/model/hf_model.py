@@ -24,10 +24,12 @@ from dsbd_cli.decoding.forward.kernels import keep_logits
 from dsbd_cli.decoding.forward.outcomes import CannotCapture, OutOfMemory, TooLarge
 from dsbd_cli.decoding.forward.plain import why_not_captured
 from dsbd_cli.decoding.forward.selftest import Verdict, check_tree, refusal, refuse_unserved
+from dsbd_cli.decoding.forward.whole import WholeForward
 from dsbd_cli.decoding.law.distribution import LogitsProcessor, Support
 from dsbd_cli.decoding.model.protocol import Side
 from dsbd_cli.decoding.tree.sequences import Node
 from dsbd_cli.loading.architecture import device_of, head_rows, input_rows, rope_border
+from dsbd_cli.loading.ready.packed import Place
 from dsbd_cli.prices import Prices
 
 # Prompt tokens a forward: keeps the mask and the activations of a long prompt small.
@@ -145,6 +147,12 @@ class HfTreeModel:
         self.require_tree()
         told = [note for note in self.notes if " is not used, it disagrees " in note]
         return Verdict(self._refused, self._forward.describe(), told)
+
+    def keep_packed(self, place: Place) -> None:
+        """Keep the weights as the chosen forward reads them, where it is one that packs them in C."""
+        self.require_tree()
+        if isinstance(self._forward, WholeForward):
+            self._forward.keep(place)
 
     def _use(self, forward: Forward) -> None:
         """Compute with `forward` from now on, in a new pool."""

@@ -185,6 +185,15 @@ class Forest:
         for layer in self.layers:
             yield from dict.fromkeys(node for node in layer.draws if node.finish is None)
 
+    def below(self, beams: Collection[Node]) -> list[Node]:
+        """Distinct unfinished nodes that stand somewhere below `beams`, in the order of layers."""
+        inside, found = set(beams), []
+        for node in self.unfinished():
+            if node.parent in inside and node not in inside:
+                inside.add(node)
+                found.append(node)
+        return found
+
 
 def draft_room(max_depth: int | None, beams: list[Node]) -> int:
     """How many layers a draft's context still allows: layer j forwards nodes of depth beams + j - 1.

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from dsbd_cli.loading.ready.packed import Place
+
 
 class Config(SimpleNamespace):
     """A config's plain values as attributes."""
@@ -57,12 +59,19 @@ class ReadyLlama(nn.Module):
         numbers: `numbers_of` the real model.
         weights: by the names of the real model's state; without `lm_head.weight` the head is the embedding's.
         real: loads the real model.
+        packed: where a forward in C keeps these weights as it reads them.
     """
 
     def __init__(
-        self, config: dict[str, Any], numbers: dict[str, Any], weights: Mapping[str, Tensor], real: Callable[[], Any]
-    ) -> None:  # fmt: skip
+        self,
+        config: dict[str, Any],
+        numbers: dict[str, Any],
+        weights: Mapping[str, Tensor],
+        real: Callable[[], Any],
+        packed: Place | None = None,
+    ) -> None:
         super().__init__()
+        self.packed = packed
         self.config, self.generation_config = Config(**config), None
         self._weights = {name: nn.Parameter(weight, False) for name, weight in weights.items()}
         self._numbers, self._load = numbers, real

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from dsbd_cli.loading import gguf_cache, processor
 from dsbd_cli.loading.cache import cache_root
 from dsbd_cli.loading.ready import file
+from dsbd_cli.loading.ready.packed import SUFFIX, Place
 from dsbd_cli.loading.source import SHARED_WEIGHTS, Source, parse_source
 from dsbd_cli.loading.spec import PairSpec
 from dsbd_cli.loading.stamp import files_stamp, stamps
@@ -116,6 +117,28 @@ def remember(
     return file.write(_path(spec, sources, cache), key, record, data)
 
 
+def places(spec: PairSpec, pair: Pair, *, cache_dir: str | Path | None = None) -> dict[str, Place]:
+    """Where packed weights of a remembered pair are kept, by role."""
+    sources, cache = _sources(spec, pair.draft is not None), cache_root(cache_dir)
+    dtypes = [str(one.dtype).removeprefix("torch.") for one in (pair.target, pair.draft) if one is not None]
+    return dict(zip(("target", "draft"), _places(sources, cache, dtypes), strict=False))
+
+
+def _places(sources: list[Source], cache: Path, dtypes: list[str]) -> list[Place]:
+    """One file for each model in each dtype, whatever pair it is part of; replaced when its key changes."""
+    folders = [_folder(source, cache) for source in sources]
+    found = []
+    for role, dtype in enumerate(dtypes):
+        own = [folders[role]]
+        if role and (own[0] / SHARED_WEIGHTS).is_file():
+            own.append(folders[0])  # it computes with its target's embedding and head
+        name = json.dumps([dtype, *(str(folder.resolve()) for folder in own)])
+        key = {"files": [files_stamp(folder) for folder in own], "dtype": dtype, **_circumstances()}
+        path = cache / "ready" / f"{hashlib.sha256(name.encode()).hexdigest()[:24]}{SUFFIX}"
+        found.append(Place(path, key))
+    return found
+
+
 def _sources(spec: PairSpec, want_draft: bool) -> list[Source]:
     found = [parse_source(spec.target, "target")]
     return found + ([parse_source(str(spec.draft), "draft")] if want_draft else [])
@@ -162,14 +185,21 @@ def _key(spec: PairSpec, want_draft: bool, sources: list[Source], cache: Path) -
         return {
             "asked": stamps(spec, need_draft=want_draft),
             "files": [files_stamp(folder) for folder in folders],
-            "versions": {"dsbd": __version__, "python": platform.python_version()}
-            | {name: importlib.metadata.version(name) for name in _PACKAGES},
-            "processor": hashlib.sha256(processor.description().encode()).hexdigest()[:16],
-            "compiled": processor.compiler() if processor.can_compile() else None,
-            "code": _code_sum(),
+            **_circumstances(),
         }
     except (OSError, importlib.metadata.PackageNotFoundError):
         return None
+
+
+def _circumstances() -> dict[str, Any]:
+    """What both a verdict and packed weights depend on, beside the files."""
+    return {
+        "versions": {"dsbd": __version__, "python": platform.python_version()}
+        | {name: importlib.metadata.version(name) for name in _PACKAGES},
+        "processor": hashlib.sha256(processor.description().encode()).hexdigest()[:16],
+        "compiled": processor.compiler() if processor.can_compile() else None,
+        "code": _code_sum(),
+    }
 
 
 @functools.cache
@@ -208,6 +238,9 @@ def _assemble(
     if any(hardware.pick_device(name, "target").type != "cpu" for name in asked):
         return None
     folders = [_folder(source, cache) for source in sources]
+    packed = _places(
+        sources, cache, [facts["dtype"] for _, facts in sorted(record["models"].items(), reverse=True)]
+    )
 
     @functools.cache
     def whole() -> Pair:
@@ -227,7 +260,11 @@ def _assemble(
     target_facts = record["models"]["target"]
     dtype = getattr(torch, target_facts["dtype"])
     target = _model(
-        sources[0], target_facts, _weights(folders[0], "target", dtype), lambda: whole().target.model
+        sources[0],
+        target_facts,
+        _weights(folders[0], "target", dtype),
+        lambda: whole().target.model,
+        packed[0],
     )
     draft = None
     if want_draft:
@@ -240,7 +277,7 @@ def _assemble(
             weights = _weights(folders[1], "draft", draft_dtype)
         if weights is None:
             return None
-        draft = _model(sources[1], facts, weights, lambda: whole().draft.model)  # type: ignore[union-attr]
+        draft = _model(sources[1], facts, weights, lambda: whole().draft.model, packed[1])  # type: ignore[union-attr]
     return Pair(
         target=target,
         draft=draft,
@@ -252,11 +289,13 @@ def _assemble(
     )
 
 
-def _model(source: Source, facts: dict[str, Any], weights: dict[str, Any], real: Callable[[], Any]) -> Any:
+def _model(
+    source: Source, facts: dict[str, Any], weights: dict[str, Any], real: Callable[[], Any], packed: Place
+) -> Any:
     from dsbd_cli.loading.model import LoadedModel
     from dsbd_cli.loading.ready.llama import ReadyLlama
 
-    model = ReadyLlama(facts["config"], facts["numbers"], weights, real)
+    model = ReadyLlama(facts["config"], facts["numbers"], weights, real, packed)
     return LoadedModel(
         model=model, name=source.name, device=model.device, dtype=model.dtype,
         max_positions=facts["max_positions"], vocab_rows=facts["vocab_rows"], tree_refusal=None,

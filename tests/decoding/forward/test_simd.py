@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import numpy as np
 import pytest
 import torch
@@ -72,6 +75,30 @@ def test_products_are_torchs_and_a_row_does_not_depend_on_its_neighbours(level, 
         assert (whole - exact).abs().max() < 3e-6 * exact.abs().max()
         for count in range(1, 34):
             assert torch.equal(simd.product(library, packed, kind, rows, x[-count:].clone()), whole[-count:])
+
+
+# Vectors of 16 floats as AVX-512 has them, on any processor, and an end of the process at the first that is read
+# as if it lay where it does not: an AVX-512 machine ends it too.
+_WIDE = """
+from dsbd_cli.decoding.forward import native, simd
+flags = ["-O1", "-DWIDE", "-Wno-psabi", "-fsanitize=alignment", "-fsanitize-undefined-trap-on-error"]
+built = native.built
+native.built = lambda *sources, level=None: built(*sources, flags=flags, level=level)
+from tests.decoding.forward import test_simd
+x = test_simd.noise(13, 96)
+for kind in range(5):
+    packed, _ = simd.pack(simd.library(), test_simd.weight_of(kind, 80, 96))
+    for count in range(1, 14):
+        simd.product(simd.library(), packed, kind, 80, x[:count].clone())
+test_simd.test_a_bfloat16_model_stays_in_its_format()
+print("whole")
+"""
+
+
+def test_vectors_of_sixteen_are_read_where_they_lie():
+    command = [sys.executable, "-c", _WIDE]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert ran.stdout == "whole\n", (ran.returncode, ran.stderr[-2000:])
 
 
 @pytest.mark.parametrize("inputs", [1, 2, 7, 33])

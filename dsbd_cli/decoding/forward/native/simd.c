@@ -19,7 +19,7 @@ typedef float real;
 #include <immintrin.h>
 #endif
 
-#if defined(__AVX512F__)
+#if defined(__AVX512F__) || defined(WIDE) /* WIDE: for tests, where no processor has such vectors */
 #define VL 16
 #define GROUP 12 /* rows of x that one pass over a unit serves: what the registers hold */
 #elif defined(__AVX2__)
@@ -36,10 +36,11 @@ typedef float real;
 #define ROWS 96  /* rows of x served between two readings of a chunk's weights */
 #define INLINE static inline __attribute__((always_inline))
 
-typedef float vf __attribute__((vector_size(VL * 4), may_alias));
+typedef float vf __attribute__((vector_size(VL * 4), may_alias, aligned(VL * 4)));
 typedef float vf_any __attribute__((vector_size(VL * 4), may_alias, aligned(4)));
-typedef int32_t vi __attribute__((vector_size(VL * 4), may_alias));
-typedef uint32_t vu __attribute__((vector_size(VL * 4), may_alias));
+typedef int32_t vi __attribute__((vector_size(VL * 4), may_alias, aligned(VL * 4)));
+typedef uint32_t vu __attribute__((vector_size(VL * 4), may_alias, aligned(VL * 4)));
+typedef uint32_t vu_any __attribute__((vector_size(VL * 4), may_alias, aligned(4)));
 
 /* Formats of a weight; blocks of `DEEP` inputs of a unit take `BYTES`.
  * Q4: scales f16 [16], offsets f16 [16], nibbles [4 words of 8 inputs, 16]. Q8: scales f16 [16], bytes
@@ -54,7 +55,7 @@ static inline long unit_bytes(long format, long in) { return in / DEEP[format] *
 /* Half precision. */
 
 INLINE vf halves(const uint16_t *from) {
-#if VL == 16
+#if defined(__AVX512F__)
     return (vf)_mm512_cvtph_ps(_mm256_loadu_si256((const void *)from));
 #elif VL == 8 && defined(__F16C__)
     return (vf)_mm256_cvtph_ps(_mm_loadu_si128((const void *)from));
@@ -205,7 +206,7 @@ INLINE vf widened(const int format, const char *block, const int v, const int k,
         return __builtin_convertvector((vi)(word >> 4 * (k % 8) & 15), vf) * d + m;
     }
     if (format == Q8) {
-        vu word = *(const vu *)(block + 32 + k / 4 * 64 + v * VL * 4);
+        vu word = *(const vu_any *)(block + 32 + k / 4 * 64 + v * VL * 4);
         return __builtin_convertvector((vi)(word << (24 - 8 * (k % 4))) >> 24, vf) * d;
     }
     if (format == BF16) {
@@ -498,7 +499,7 @@ INLINE void dots(const float *q, const float *const k[4], long size, float *out)
 #pragma GCC unroll 4
         for (int s = 0; s < 4; s++) sum[s] += one * *(const vf_any *)(k[s] + i);
     }
-#if VL == 8 || VL == 16
+#if VL == 8 || defined(__AVX512F__)
     __m256 half[4];
 #pragma GCC unroll 4
     for (int s = 0; s < 4; s++)
@@ -511,7 +512,11 @@ INLINE void dots(const float *q, const float *const k[4], long size, float *out)
     __m256 all = _mm256_hadd_ps(_mm256_hadd_ps(half[0], half[1]), _mm256_hadd_ps(half[2], half[3]));
     _mm_storeu_ps(out, _mm_add_ps(_mm256_castps256_ps128(all), _mm256_extractf128_ps(all, 1)));
 #else
-    for (int s = 0; s < 4; s++) out[s] = (sum[s][0] + sum[s][1]) + (sum[s][2] + sum[s][3]);
+    for (int s = 0; s < 4; s++) {
+        for (int left = VL / 2; left; left /= 2)
+            for (int i = 0; i < left; i++) sum[s][i] = sum[s][2 * i] + sum[s][2 * i + 1];
+        out[s] = sum[s][0];
+    }
 #endif
 }
 

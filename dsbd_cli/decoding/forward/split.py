@@ -1,0 +1,61 @@
+"""Products whose weights are split over processes: by inputs, with a sum behind them, or by outputs, side by side."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from dsbd_cli.decoding.forward.kernels import Linear, fused
+from dsbd_cli.group import Group
+
+
+class SummedLinear:
+    """A product of which each process has some of the inputs: the sum over all of them, the same bits everywhere.
+
+    Args:
+        part: this process's inputs; of a bias only the first process has one.
+    """
+
+    def __init__(self, part: Linear, group: Group) -> None:
+        self._part, self._group = part, group
+
+    def __call__(self, x: Tensor, add: Tensor | None = None) -> Tensor:
+        # What is added is the same on all, and counts once.
+        return self._group.sum(self._part(x, add if self._group.first else None))
+
+
+class SideBySide:
+    """A product of which each process computes some of the outputs.
+
+    Args:
+        part: this process's outputs, as many as anybody's.
+        outputs: of all of them together; what is computed beyond that is cut off.
+    """
+
+    def __init__(self, part: Linear, outputs: int, group: Group) -> None:
+        self._part, self._outputs, self._group = part, outputs, group
+
+    def __call__(self, x: Tensor, add: Tensor | None = None) -> Tensor:
+        out = self._group.side_by_side(self._part(x))[:, : self._outputs]
+        return out if add is None else add.add_(out)
+
+
+def summed(part: Linear, group: Group) -> Linear:
+    """`part` itself in one process alone."""
+    return part if group.size == 1 else SummedLinear(part, group)
+
+
+def head_of(head: Any, kind: type, group: Group) -> Linear:
+    """The product with a head (`torch.nn.Linear`) that all have whole: each computes its rows."""
+    if group.size == 1:
+        return fused([head], kind)
+    weight, bias = head.weight.detach(), None if head.bias is None else head.bias.detach()
+    each = -(-len(weight) // group.size)
+    rows = slice(group.rank * each, (group.rank + 1) * each)
+    own, own_bias = weight[rows], None if bias is None else bias[rows]
+    if lacking := each - len(own):
+        own = F.pad(own, (0, 0, 0, lacking))
+        own_bias = None if own_bias is None else F.pad(own_bias, (0, lacking))
+    return SideBySide(kind(own, own_bias), len(weight), group)
