@@ -260,8 +260,8 @@ class CoverIteration:
             self._put(
                 block, rows, reserved, fields.draft_slots, fields.draft_rows, fields.draft_begin, fields.draft_used
             )  # fmt: skip
-        block[rows, fields.fresh.start] = [request.state is not None for request in requests]
-        block[rows, fields.origin.start] = [request.origin for request in requests]
+        block[rows, fields.fresh.at.start] = [request.state is not None for request in requests]
+        block[rows, fields.origin.at.start] = [request.origin for request in requests]
         self._write(block, rows, [request.rules for request in requests])
         bits[rows, fields.uniforms.at] = [request.uniforms.ravel() for request in requests]
         for row, request in zip(rows, requests, strict=True):
@@ -279,8 +279,8 @@ class CoverIteration:
         spaces, pools = parts
         block[rows, slots.at] = [space.slots for space in spaces]
         block[rows, mask_rows.at] = [space.mask_rows for space in spaces]
-        block[rows, begin.start] = [pool.begin for pool in pools]
-        block[rows, used.start] = [pool.slots.used for pool in pools]
+        block[rows, begin.at.start] = [pool.begin for pool in pools]
+        block[rows, used.at.start] = [pool.slots.used for pool in pools]
 
     def _empty(self) -> np.ndarray:
         """What stands for a request where there is none: one beam behind nothing, in the spare slot and row."""
@@ -297,12 +297,12 @@ class CoverIteration:
             (fields.temperature, [one.temperature for one in rules]), (fields.top_p, [one.top_p for one in rules]),
             (fields.mass, [one.mass for one in rules]), (fields.slack, [one.slack for one in rules]),
         ):  # fmt: skip
-            bits[rows, field.start] = reals
+            bits[rows, field.at.start] = reals
         for field, numbers in (
             (fields.min_width, [one.min_width for one in rules]), (fields.last, [one.last for one in rules]),
             (fields.one_beam, [one.one_beam for one in rules]),
         ):  # fmt: skip
-            block[rows, field.start] = numbers
+            block[rows, field.at.start] = numbers
 
     def _key(self, spaces: Sequence[Space]) -> tuple[int, ...]:
         """KV lengths that a capture looks at; nothing else of an iteration changes."""

@@ -34,7 +34,9 @@ _FIRST_REST, _LONGEST_REST = 4, 64
 class Proposer(Protocol):
     """Whatever proposes a forest: a draft model today."""
 
-    exhausted: bool  # the proposer can't go on (out of context): decoding goes on plain, same law
+    @property
+    def exhausted(self) -> bool:
+        """Whether it can't go on (out of context): decoding goes on plain, same law."""
 
     def begin(self, beams: list[Node], depth: int) -> None:
         """Launch what `propose` will be asked for next, where a device can work on its own."""
