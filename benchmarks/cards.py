@@ -105,6 +105,19 @@ class Cards:
             found[way] = {"alike": len(prompts) - len(parted), "prompts": len(prompts), "parted": parted}
         return found
 
+    def check_batch(self, prompts: Sequence[Any], way: str) -> dict[str, Any]:
+        """How many prompts are answered alike in batches of 8."""
+        settings = [self.settings.merged(WAYS[way] | {"seed": item_seed(1, i)}) for i in range(len(prompts))]
+
+        def run(decoder: Decoder) -> list[list[int]]:
+            return [list(one.token_ids) for one in decoder.generate_many(prompts, settings, batch=8)]
+
+        self.wait()
+        mine = run(self.one) if self.group.first else []
+        self.wait()
+        ours = run(self.all)
+        return {"alike": sum(map(list.__eq__, mine, ours)), "prompts": len(prompts)}
+
     def times(self, prompts: Sequence[Any], ways: Sequence[str]) -> dict[str, Any]:
         """Whole answers a second in turns, and the ratio; prompts met before are not counted."""
         for way in ways:  # captures
@@ -145,7 +158,7 @@ class Cards:
 
         everyone = range(len(prompts))
         own = [i for i in everyone if i % self.group.size == self.group.rank]
-        run(own[: batch or 8])  # captures, and prices that are measured once
+        run(own[: batch or 64])  # captures, and prices that are measured once
         seconds, answers = [], {}
         for mine in (list(everyone) if self.group.first else [], own):
             self.wait()
@@ -202,6 +215,7 @@ def main(arguments: list[str] | None = None) -> int:
 
     if options.check:
         keep("same_text", cards.check(prompts[: options.check], list(WAYS)))
+        keep("same_text_batch", cards.check_batch(prompts[: options.check], "dsbd"))
     if options.limit:
         keep("whole_answers", cards.times(prompts[: options.limit], methods))
     if options.prompts:

@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dsbd_cli.batch import AUTO
+from dsbd_cli.batch.echo import Echo
 from dsbd_cli.batch.items import Item, read_items
 from dsbd_cli.batch.progress import BatchProgress
-from dsbd_cli.batch.store import Echo, Store
+from dsbd_cli.batch.store import Store
 from dsbd_cli.errors import Stopped, UserError
 from dsbd_cli.group import joined
 from dsbd_cli.result import Result

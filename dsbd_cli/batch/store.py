@@ -239,26 +239,6 @@ class Store:
         return facts
 
 
-class Echo(Store):
-    """What a process sees of the output whose team's first writes it: nothing, and it is told what is done."""
-
-    def __init__(self, path: Path, total: int, shard: Shard, tell: Callable[[str], None]) -> None:
-        self.path, self.total, self.shard, self.tell = path, total, shard, tell
-        self._files, self._whole, self._parts = [], [], {}
-
-    def is_of(self, facts: Mapping[str, Any], seed_given: bool) -> bool:
-        return False
-
-    def claim(self, facts: dict[str, Any], seed_given: bool) -> int:
-        return int(facts["seed"])
-
-    def add_line(self, line: bytes) -> None:
-        pass
-
-    def finish(self) -> None:
-        pass
-
-
 def _lines(path: Path) -> list[bytes]:
     """The whole records of a file, less a torn last line."""
     try:

@@ -1,6 +1,7 @@
 """The options that decide what is loaded and decoded, written once for generate, bench and chat.
 
-`decoding_options` puts them into a command's signature, and hands the command one `Chosen` record.
+`decoding_options` puts them into a command's signature, and hands the command one `Chosen` record. One module, since
+the list of options and what is made of it name the same fields.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import curves, speed
+from benchmarks import curves, frontier, speed
 from benchmarks.kit.arms import parse_arms
 from benchmarks.kit.profiler import profile
 from benchmarks.kit.results import read
@@ -190,3 +190,53 @@ def test_curves_of_a_pair(folders: list[str], tmp_path: Path, capsys: pytest.Cap
     assert curves.main([*folders, "--curves", "nods", "--out", str(tmp_path / "other.json")]) == 2
     assert "no curve 'nods'" in capsys.readouterr().err
     assert not (tmp_path / "other.json").exists()
+
+
+def test_frontier(folders: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out, arms = (
+        tmp_path / "a.json",
+        ["beam width=2", "dsbd:cover width=2 forest_nodes=4 lookup=2 forest=full"],
+    )
+    command = [
+        *folders,
+        "--shots",
+        "0",
+        "--limit",
+        "2",
+        "--timed",
+        "1",
+        "--hf-limit",
+        "1",
+        "--batch",
+        "4",
+        "--datasets",
+        "squad,mt-bench",
+    ]
+    command += [
+        "--max-new-tokens",
+        "6",
+        "--arms",
+        "; ".join([*arms, "hf-beam-sample width=2"]),
+        "--out",
+        str(out),
+    ]
+    assert frontier.main(command) == 0
+    records = read(out)["records"]
+    assert len(records) == 2 * (3 * 2 + 3 * 1)
+    by = {(one["pass"], one["arm"], one["kind"], one["item"]): one for one in records}
+    for (name, arm, kind, item), one in by.items():
+        # One seed, one law: what is proposed changes no text, and neither do others beside it.
+        if arm == arms[1]:
+            assert one["logprob"] == pytest.approx(by[name, arms[0], kind, item]["logprob"], abs=1e-3)
+        if name == "speed" and arm in arms:
+            assert one["logprob"] == pytest.approx(by["quality", arm, kind, item]["logprob"], abs=1e-3)
+            assert one["seconds"] > 0
+        assert (one["correct"] is None) == (kind == "mt-bench")
+    assert frontier.main(command) == 0
+    assert len(read(out)["records"]) == len(records)
+    assert frontier.main(["--report", str(out), str(out), "--out", str(tmp_path / "both")]) == 0
+    shown = capsys.readouterr().out
+    assert (tmp_path / "both.md").read_text() in shown
+    assert "<svg" in (tmp_path / "both.svg").read_text()
+    assert "log-prob a token" in shown
+    assert frontier.main(folders) == 2

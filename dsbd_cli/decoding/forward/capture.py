@@ -1,7 +1,7 @@
 """Steps of fixed shapes as CUDA graphs: captured once a size, then replayed; one copy each way, one wait.
 
 On a CPU nothing is captured: a replay runs the same steps again (tests). Nothing here knows what the
-steps compute.
+steps compute. One module, since a capture, its memory and what is in flight of it come and go together.
 """
 
 from __future__ import annotations

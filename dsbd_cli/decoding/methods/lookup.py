@@ -63,10 +63,7 @@ class LookupProposer:
     def __init__(self, inner: Proposer, trie: Trie, prompt: Sequence[int], length: int) -> None:
         self._inner, self._trie, self._length = inner, trie, length
         self._prompt = np.array(prompt, dtype=np.int64)
-
-    @property
-    def exhausted(self) -> bool:
-        return self._inner.exhausted
+        self.exhausted = False
 
     def begin(self, beams: list[Node], depth: int) -> None:
         self._inner.begin(beams, depth)
@@ -75,6 +72,7 @@ class LookupProposer:
         self, beams: list[Node], depth: int, width: int | None = None
     ) -> Generator[Compute, None, Forest]:
         forest = yield from self._inner.propose(beams, depth, width)
+        self.exhausted = self._inner.exhausted
         # The last token of the budget is drawn from logits that are there without it.
         length = min(self._length, self._trie.budget - beams[0].depth - 1)
         chains: list[list[Node]] = [[] for _ in range(length)]  # nodes by layer

@@ -15,6 +15,8 @@ import pytest
 from tests import builders
 from tests.decoding.forward.split_worker import answers
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[3]
 WAYS = {
     "beam": {"method": "beam", "width": 3},
@@ -112,6 +114,7 @@ def test_two_processes_that_hold_one_target_say_what_one_says(
     assert "split over 2 processes" in split.pop("forward")
     assert "split" not in whole.pop("forward")
     assert split == whole
+    assert whole["device"][0].startswith("pipelined iterations")
     assert (
         len({json.dumps(one) for one in whole["beam"]}) == 2
     )  # they say different things to different prompts
