@@ -257,11 +257,9 @@ def _kept(demand: Demand, eos: tuple[int, ...], top_n: int) -> int:
 
 def _drawn(demand: Demand, draft: Side | None) -> int:
     """Entries of q that a drafted layer is drawn from; 0 where it is the most probable continuations."""
-    return (
-        0
-        if demand.draft_processor is None or draft is None
-        else min(demand.draft_processor.top_n, draft.top_n)
-    )
+    if demand.draft_processor is None or draft is None:
+        return 0
+    return min(demand.draft_processor.top_n, draft.top_n)
 
 
 def _why_not(target: HfTreeModel, draft: HfTreeModel | None, demand: Demand) -> str | None:
