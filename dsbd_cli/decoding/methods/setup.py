@@ -47,6 +47,14 @@ def draws_distinct(settings: Settings) -> bool:
     )
 
 
+def tests_one_draw(settings: Settings) -> bool:
+    """Whether this is speculative sampling: one sequence, and one draw of q a layer that is accepted or not."""
+    one = settings.width == settings.draft_width == 1 and not draws_distinct(settings)
+    return settings.method == "speculative" or (
+        settings.method == "dsbd" and one and not takes_most_probable(settings)
+    )
+
+
 def width_rule_of(settings: Settings) -> ThresholdWidth | DistinctWidth | None:
     """The rule for W_L, or None for W in every layer. The paper's needs a forest; `distinct` looks at p alone."""
     named = settings.width_rule
@@ -143,7 +151,7 @@ def demand_of(settings: Settings, drafts: bool) -> Demand:
     width = 1 if one_beam else settings.width
     plain = not drafts or settings.method not in DRAFTING
     why_not_pipelined = why_not_captured = ""
-    if not plain and not takes_most_probable(settings) and settings.method != "speculative":
+    if not plain and not takes_most_probable(settings) and not tests_one_draw(settings):
         why_not_pipelined = "which random numbers come next depends on what is accepted"
     if draws_distinct(settings) and not takes_most_probable(settings):
         why_not_captured = "the host drafts distinct draws"
@@ -229,7 +237,7 @@ def start(
         target=target,
         distinct=draws_distinct(settings),
         draft_sampler=draft_sampler,
-        one_tested=settings.method == "speculative" and proposer is not None and gamma > 0,
+        one_tested=tests_one_draw(settings) and proposer is not None and gamma > 0,
         dynamic_width=width_rule_of(settings),
         proposer=proposer,
         kv_one=kv_one,
