@@ -44,6 +44,8 @@ from dsbd_cli.loading.quiet import quiet_transformers
 from dsbd_cli.settings import Settings
 
 KINDS = ("squad", "spider", "mt-bench")
+# Of a time limit, so that there are speeds to go with what was judged.
+_QUALITY = 0.55
 _SPARE = "draft_width=32 gamma=6 forest_nodes=96 lookup=8 forest=full"
 ARMS = f"""
 multinomial
@@ -223,7 +225,7 @@ class Measure:
                 todo = [one for one in slice_ if not self._has("quality", arm, one)]
                 if arm.hf:  # a stop string needs a prompt at a time there
                     todo = [one for one in todo if not one.stop]
-                if not todo or self._late():
+                if not todo or self._late(_QUALITY):
                     continue
                 began = time.monotonic()
                 for one, values in zip(todo, self._answers(arm, todo), strict=True):
@@ -316,8 +318,9 @@ class Measure:
     def _add(self, name: str, arm: Arm, one: Asked, values: Mapping[str, Any]) -> None:
         self._results.add({"pass": name, "arm": arm.name, "kind": one.kind, "item": one.item.id, **values})
 
-    def _late(self) -> bool:
-        return time.monotonic() - self._begin > self._options.time_limit
+    def _late(self, share: float = 1.0) -> bool:
+        """Whether this share of the time limit is over."""
+        return time.monotonic() - self._begin > share * self._options.time_limit
 
     def _say(self, text: str) -> None:
         print(f"[{time.monotonic() - self._begin:6.1f} s] {text}", file=sys.stderr, flush=True)

@@ -48,6 +48,7 @@ class Toy:
     eos: Sequence[int] = ()
     draft_depth: int | None = None
     prices: Prices | None = None
+    prompt: Sequence[int] = ()
     _models: list[TableModel] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -66,7 +67,9 @@ class Toy:
         for model in self._models:
             model.prefill([], trie.root)
         target, draft = self._models[0], self._models[1] if len(self._models) > 1 else None
-        run = start(self.settings, target, draft, trie, sampler, draft_sampler, prices=self.prices)
+        run = start(
+            self.settings, target, draft, trie, sampler, draft_sampler, prices=self.prices, prompt=self.prompt
+        )
         run.hypotheses.active = [self.node(trie, path) for path in state.active]
         run.hypotheses.pool = [self.node(trie, path) for path in state.pool]
         return run

@@ -16,7 +16,7 @@ from dsbd_cli.decoding.model.protocol import Demand, Engine, Need, TreeModel
 from dsbd_cli.decoding.tree.events import Iteration, Layer
 from dsbd_cli.decoding.tree.sequences import Hypotheses, Trie
 from dsbd_cli.prices import Acceptance, Prices, distinct_beams
-from dsbd_cli.settings import DEFAULT_TREE, DRAFTING, ONE_BEAM_METHODS, Settings
+from dsbd_cli.settings import DEFAULT_TREE, DRAFTING, ONE_BEAM_METHODS, Settings, width_from_target
 
 
 def processor_of(settings: Settings) -> LogitsProcessor:
@@ -57,8 +57,7 @@ def tests_one_draw(settings: Settings) -> bool:
 
 def width_rule_of(settings: Settings) -> ThresholdWidth | DistinctWidth | None:
     """The rule for W_L, or None for W in every layer. The paper's needs a forest; `distinct` looks at p alone."""
-    named = settings.width_rule
-    own = named == "distinct" or (named == "auto" and settings.draws == "distinct")
+    own = width_from_target(settings)
     if settings.deterministic or settings.method not in (("dsbd", "beam") if own else ("dsbd",)):
         return None
     return width_rule(settings.width, settings.min_width, settings.threshold, own)
@@ -183,6 +182,7 @@ def start(
     captured: CapturedProposer | None = None,
     prices: Prices | None = None,
     prompt: Sequence[int] = (),
+    draft_alone: bool = False,
 ) -> Run:
     """A `Run` for these settings on prefilled models; `draft` may be None for plain decoding.
 
@@ -190,6 +190,7 @@ def start(
         engine, captured: what `device.engines.Engines.choose` found for `demand_of` these settings, if anything.
         prices: what forests have to be worth on the host; None: all are full.
         prompt: token ids that `trie.root` stands for, for `lookup`.
+        draft_alone: propose by the draft alone, as a device does, also where the target's conditionals would serve.
     """
     one_beam = settings.method in ONE_BEAM_METHODS
     width = 1 if one_beam else settings.width
@@ -213,12 +214,12 @@ def start(
             processor = LogitsProcessor(settings.temperature, processor.top_k)
         if prices is not None and priced and gamma:
             shape = forest_shape(settings, prices, mass < 1)
-        # Full forests are those of a device.
-        alike = settings.forest == "full" and not host_proposals(settings)
+        # Full forests are those of a device, where the text depends on them.
+        alike = settings.forest == "full" and not forest_is_free(settings) and not host_proposals(settings)
         own = best and engine is None and captured is None and not alike
         proposer = DraftModelProposer(
             draft, trie, processor, draft_width, draft_sampler, best, mass, draws_distinct(settings),
-            target if own else None, top_n_needed(settings, len(trie.eos_ids)),
+            target if own and not draft_alone else None, top_n_needed(settings, len(trie.eos_ids)),
             settings.forest_nodes if own else 0, 0 if best else gamma,
         )  # fmt: skip
         if settings.lookup and own and gamma:
@@ -241,7 +242,7 @@ def start(
         dynamic_width=width_rule_of(settings),
         proposer=proposer,
         kv_one=kv_one,
-        survivors=own,
+        survivors=own and not draft_alone,
         shape=shape,
         engine=engine,
     )

@@ -125,7 +125,8 @@ def begun(
     samplers = SeededSampler(seed, 0), SeededSampler(seed, 1)
     demand = demand_of(settings, draft is not None)
     choice = models.choice = models.engines.choose(target, draft, demand, trie, samplers[1])
-    return start(settings, target, draft, trie, *samplers, choice.engine, choice.proposer)
+    # By the draft alone: how far each iteration gets is then the same on the host.
+    return start(settings, target, draft, trie, *samplers, choice.engine, choice.proposer, draft_alone=True)
 
 
 def told(models: Trees, settings: Settings, seed: int, **more: Any) -> Any:

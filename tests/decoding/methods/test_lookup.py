@@ -24,6 +24,8 @@ from tests.decoding.reference import T
 from tests.decoding.toys import DRAFTS, EOS, OFF, ON
 
 SPARE = Prices.assumed(0.1, 0.05)
+# Every two tokens that may follow each other, so that anything has a continuation.
+PROMPT = (3, 0, 2, 1, 0, 0, 1, 0, 2, 0, 3, 1, 1, 2, 1, 3, 2, 2, 3, 3, 0)
 ON_HOST: list[dict[str, Any]] = [{"lookup": 3}, {"forest_nodes": 2}, {"lookup": 2, "forest_nodes": 3}, {}]
 
 
@@ -85,7 +87,7 @@ def test_the_most_probable_nodes_stay_with_what_costs_nothing():
 
 def toy(draft: str, t: T, prices: Prices | None = None, **given: Any) -> Toy:
     options: dict[str, Any] = {"draft_width": 4, "gamma": 3, "early_stopping": "first", "method": "dsbd"}
-    return Toy(*DRAFTS[draft], settings_for(t, **(options | given)), EOS, prices=prices)
+    return Toy(*DRAFTS[draft], settings_for(t, **(options | given)), EOS, prices=prices, prompt=PROMPT)
 
 
 def plain(draft: str, t: T, **given: Any) -> Toy:
@@ -97,8 +99,12 @@ def plain(draft: str, t: T, **given: Any) -> Toy:
 @pytest.mark.parametrize("given", ON_HOST)
 def test_the_law_of_whole_runs_is_that_of_beam_sampling(given, draws):
     t = T(0.9, 2, 0.9)
-    case = toy("good", t, draft_width=2, gamma=2, draws=draws, **given)
-    assert total_variation(case.law(), plain("good", t, draws=draws).law()) < 1e-9
+    case = toy("bad", t, draft_width=2, gamma=2, draws=draws, **given)
+    if given.get("lookup"):
+        # What is looked up lies beside what the draft would propose.
+        forest = now(case.run(SeededSampler(0, 0), SeededSampler(0, 1)).propose())
+        assert any(len(layer.draws) > 2 for layer in forest.layers)
+    assert total_variation(case.law(), plain("bad", t, draws=draws).law()) < 1e-9
 
 
 @pytest.mark.parametrize("prices", [None, SPARE])
