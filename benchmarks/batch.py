@@ -4,8 +4,9 @@
         [--rounds N] [--json OUT] [--inflate ...]
 
 FILE holds a JSON string or an object with `prompt` a line (`dsbd generate --input`). Every arm decodes all
-prompts, prefill included, in turns with the other arms; printed are medians of tokens a second over the
-rounds. `one` is a prompt at a time. Hugging Face gets padded batches with the same settings.
+prompts, prefill included, in turns with the other methods at its batch size, captures made before; printed
+are medians of tokens a second over the rounds. `one` is a prompt at a time. Hugging Face gets padded
+batches with the same settings.
 """
 
 from __future__ import annotations
@@ -69,25 +70,26 @@ def main(arguments: list[str] | None = None) -> int:
 
     base = base.merged({"max_new_tokens": options.max_new_tokens})
     base = base.merged({name: parse_setting(name, value) for name, value in given.items()})
-    arms: list[tuple[str, str, int]] = []
-    for method in options.methods.split(","):
-        if options.one:
-            arms.append((method, "one", 0))
-        arms += [(method, f"batch {size}", int(size)) for size in options.sizes.split(",") if size]
-    arms += [("hf-beam-sample", f"batch {size}", int(size)) for size in options.hf.split(",") if size]
+    methods = options.methods.split(",")
+    groups = [[(method, "one", 0) for method in methods]] if options.one else []
+    sizes = [int(size) for size in options.sizes.split(",") if size]
+    groups += [[(method, f"batch {size}", size) for method in methods] for size in sizes]
+    groups += [[("hf-beam-sample", f"batch {size}", int(size))] for size in options.hf.split(",") if size]
     runs: list[dict[str, Any]] = []
-    for arm in arms:  # captures and caches of prices
-        run(decoder, base, arm, prompts[: max(2, min(arm[2], options.few))])
-    for number in range(options.rounds):
-        turn = arms[number % len(arms) :] + arms[: number % len(arms)]
-        for arm in turn:
-            few = arm[2] <= 2 or arm[0].startswith("hf")
-            mine = prompts[: options.few] if few else prompts
-            runs.append(run(decoder, base, arm, mine) | {"round": number})
-            print(json.dumps(runs[-1]), flush=True)
-            if options.json:
-                record = {"facts": pairs.facts(decoder), "settings": base.to_dict(), "runs": runs}
-                options.json.write_text(json.dumps(record, indent=1))
+    for group in groups:  # captures are those of one batch size
+        for arm in group:
+            run(decoder, base, arm, prompts[: max(2, min(arm[2], options.few))])
+        for number in range(options.rounds):
+            turn = group[number % len(group) :] + group[: number % len(group)]
+            for arm in turn:
+                few = arm[2] <= 2 or arm[0].startswith("hf")
+                mine = prompts[: options.few] if few else prompts
+                runs.append(run(decoder, base, arm, mine) | {"round": number})
+                print(json.dumps(runs[-1]), flush=True)
+                if options.json:
+                    record = {"facts": pairs.facts(decoder), "settings": base.to_dict(), "runs": runs}
+                    options.json.write_text(json.dumps(record, indent=1))
+    arms = [arm for group in groups for arm in group]
     print(f"{'method':16} {'at a time':10} {'tokens/s':>9} {'s an answer':>11}")
     for method, name, _ in arms:
         mine_ = [one for one in runs if (one["method"], one["arm"]) == (method, name)]

@@ -28,8 +28,8 @@ from benchmarks.kit.results import Results, read
 from benchmarks.kit.shapes import SHAPES, random_pair
 from dsbd_cli.bench import context
 from dsbd_cli.bench.arms import Arm, build_arms
+from dsbd_cli.bench.backend import PairBackend
 from dsbd_cli.bench.hf import synchronize
-from dsbd_cli.bench.measure import PairBackend
 from dsbd_cli.decoder import Decoder
 from dsbd_cli.decoding import HfTreeModel, Trie
 from dsbd_cli.errors import DsbdError, UserError

@@ -29,7 +29,8 @@ from benchmarks.kit.report import report, summary_of
 from benchmarks.kit.results import Results, joined, write
 from dsbd_cli.bench import context
 from dsbd_cli.bench.arms import Arm
-from dsbd_cli.bench.measure import Answer, PairBackend, seed_of
+from dsbd_cli.bench.backend import PairBackend
+from dsbd_cli.bench.measure import Answer, seed_of
 from dsbd_cli.decoder import Decoder
 from dsbd_cli.errors import DsbdError, UserError
 from dsbd_cli.loading.quiet import quiet_transformers

@@ -6,7 +6,8 @@ One module, since loading, decoding and measuring a prompt share the one pair th
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import threading
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +59,8 @@ class Decoder:
         self._path: PathModel | None = None
         self.engines = Engines()
         self._choice: Choice | None = None
+        # The caches are one run's at a time: of that which began last.
+        self._lock, self._latest = threading.RLock(), object()
 
     def describe(self) -> dict[str, str]:
         """Which forward serves each model and which engine ran last, and why no other: a sentence each."""
@@ -113,15 +116,16 @@ class Decoder:
         return cls(load_pair(pair, need_draft=draft is not None), settings)
 
     def generate(self, prompt: Prompt, settings: Settings | None = None, *, energy: bool = True) -> Result:
-        """Decode one prompt to the end; `energy` as for `stream`.
+        """Decode one prompt to the end; `energy` as for `stream`. Calls of several threads wait for each other.
 
         Raises:
             UserError: settings or prompt that cannot work with this pair.
             RunError: non-finite logits.
         """
-        for event in self.stream(prompt, settings, energy=energy):
-            if isinstance(event, Finished):
-                return event.result
+        with self._lock:
+            for event in self.stream(prompt, settings, energy=energy):
+                if isinstance(event, Finished):
+                    return event.result
         raise AssertionError("a stream ends with Finished")
 
     def stream(
@@ -129,12 +133,32 @@ class Decoder:
     ) -> Iterator[Event]:
         """Decode one prompt, yielding events; the last one is `Finished`. Raises like `generate`.
 
+        A prompt that is begun before this one has ended takes its caches: then this one raises a UserError.
+
         Args:
             reuse: keep what the last prompt and its answer share with this one (a chat's history) in
                 the caches; off, because then a result does not depend on what was decoded before.
             energy: measure it; off where the caller does, for reading a card's counter takes a while.
         """
-        settings = settings or self.settings
+        mine = object()
+        events, begun = self._events(prompt, settings or self.settings, mine, reuse, energy), False
+        while True:
+            with self._lock:
+                if begun and self._latest is not mine:
+                    raise UserError(
+                        "another prompt was begun on this Decoder before this one had ended: decode them one after "
+                        "the other, with generate_many, or on a Decoder each"
+                    )
+                event = next(events, None)
+                begun = begun or self._latest is mine
+            if event is None:
+                return
+            yield event
+
+    def _events(
+        self, prompt: Prompt, settings: Settings, mine: object, reuse: bool, energy: bool
+    ) -> Iterator[Event]:
+        """What `stream` yields; `mine` stands for its run from when it takes the caches."""
         plan = self.plan(prompt, settings)
         for note in plan.notes:
             yield Notice(note)
@@ -144,6 +168,7 @@ class Decoder:
                 yield Notice(line)
             for note in self.prices.look_up(settings).notes:
                 yield Notice(note)
+        self._latest = mine
         yield from Generation(self, plan, self.ready(settings), draft, reuse).events(energy)
 
     def generate_many(
@@ -154,17 +179,22 @@ class Decoder:
 
         Args:
             prompts: taken as places become free.
-            settings: for all of them, or as many as there are prompts.
+            settings: for all of them, or one for each prompt.
             batch: how many at a time; None: as many as this machine does well.
 
         Raises:
-            UserError: a prompt that cannot work with this pair, once those before it are done.
+            UserError: a prompt that cannot work with this pair, or one without settings, once those before it are
+                done; a single text for `prompts`, or a `batch` below 1.
             RunError: non-finite logits.
         """
-        own = settings or self.settings
+        if isinstance(prompts, (str, bytes)):
+            raise UserError("generate_many takes a list of prompts, not one text")
+        if batch is not None and (type(batch) is not int or batch < 1):
+            raise UserError(f"batch must be a whole number of at least 1, not {batch!r}")
+        own = self.settings if settings is None else settings
         each = itertools.repeat(own) if isinstance(own, Settings) else own
         with Batch(self, batch) as running:
-            for answer in in_order(running.answers(zip(prompts, each, strict=False))):
+            for answer in in_order(running.answers(_paired(prompts, each))):
                 if answer.error is not None:
                     raise answer.error
                 assert answer.result is not None
@@ -269,6 +299,25 @@ class Decoder:
             else {"name": model.name, "dtype": str(model.dtype).split(".")[-1], "device": str(model.device)}
             for role, model in pair.items()
         }
+
+
+def _paired(prompts: Iterable[Prompt], settings: Iterable[Settings]) -> Iterator[tuple[Prompt, Settings]]:
+    """Prompts with their settings.
+
+    Raises:
+        UserError: more of one than of the other, once the pairs are taken; endless settings are no more.
+    """
+    each, taken = iter(settings), 0
+    for prompt in prompts:
+        one = next(each, None)
+        if one is None:
+            raise UserError(
+                f"there are more prompts than settings ({taken}): give one for each, or one for all"
+            )
+        taken += 1
+        yield prompt, one
+    if isinstance(settings, Sized) and len(settings) > taken:
+        raise UserError(f"there are more settings ({len(settings)}) than prompts ({taken})")
 
 
 def _tree_model(loaded: LoadedModel, pair: Pair, role: str) -> HfTreeModel:

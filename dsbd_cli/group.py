@@ -27,17 +27,15 @@ PATIENCE = timedelta(days=7)
 
 @dataclass(frozen=True)
 class Team:
-    """This process in a run of several, as torchrun describes it in the environment.
+    """This process among those that hold one target together, as torchrun describes it in the environment.
 
     Attributes:
-        size: processes that hold one target together; 1: each has a pair of its own.
-        place: among those, from 0.
-        shard: which team this is, and of how many; prompts are dealt out to teams.
+        size: how many they are; 1: each process has a pair of its own.
+        place: of this process among them, from 0.
     """
 
-    size: int
-    place: int
-    shard: Shard
+    size: int = 1
+    place: int = 0
 
     @classmethod
     def of(cls, size: int) -> Team:
@@ -48,6 +46,8 @@ class Team:
         """
         if size < 1:
             raise UserError(f"--tensor-parallel must be at least 1, not {size}")
+        if size == 1:
+            return cls()
         shard = Shard.from_env()
         if size > shard.world or shard.world % size:
             raise UserError(
@@ -55,7 +55,17 @@ class Team:
                 f"{'there is 1' if shard.world == 1 else f'there are {shard.world}'}: "
                 f"torchrun --nproc-per-node {size} -m dsbd_cli ..."
             )
-        return cls(size, shard.rank % size, Shard(shard.rank // size, shard.world // size, shard.local))
+        return cls(size, shard.rank % size)
+
+    @property
+    def shard(self) -> Shard:
+        """Which team this is, and of how many; prompts are dealt out to teams.
+
+        Raises:
+            UserError: an environment that makes no sense.
+        """
+        own = Shard.from_env()
+        return own if self.size == 1 else Shard(own.rank // self.size, own.world // self.size, own.local)
 
     @property
     def first(self) -> bool:

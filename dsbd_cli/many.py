@@ -120,6 +120,7 @@ class _Member(Generation):
     """A request under way.
 
     Attributes:
+        target, draft: the shared models as it sees them, once it is let in.
         need: what it waits for; None before it has begun.
         done: its result is there to be made.
     """
@@ -127,10 +128,8 @@ class _Member(Generation):
     target: RequestModel
     draft: RequestModel | None
 
-    def __init__(
-        self, index: int, decoder: Sharing, plan: Planned, target: RequestModel, draft: RequestModel | None
-    ):
-        super().__init__(decoder, plan, target, draft)
+    def __init__(self, index: int, decoder: Sharing, plan: Planned) -> None:
+        super().__init__(decoder, plan, None, None)
         self.index, self.plan = index, plan
         self.notes = list(plan.notes)
         self.need: Compute | Turn | None = None
@@ -201,6 +200,7 @@ class Buffers:
         size, slots: of the batch that it was made for.
         target, draft: made when they are first needed.
         pipelines: what runs whole iterations on the device, by demand.
+        fitting: demands with the forests that are worth their price, by what they follow from.
         taken: a batch has it.
     """
 
@@ -209,6 +209,7 @@ class Buffers:
     target: SharedModel | None = None
     draft: SharedModel | None = None
     pipelines: dict[Any, Pipeline | None] = field(default_factory=dict)
+    fitting: dict[Any, Demand] = field(default_factory=dict)
     taken: bool = True
 
 
@@ -347,8 +348,8 @@ class Batch:
             assert decoder.draft is not None
             decoder.draft.require_tree()
             self._buffers.draft = self._shared(decoder.draft, size)
-        probe = Generation(decoder, plan, None, None)
-        root, top_n = probe.trie.root, top_n_needed(settings, len(probe.trie.eos_ids))
+        member = _Member(index, decoder, plan)
+        root, top_n = member.trie.root, top_n_needed(settings, len(member.trie.eos_ids))
         target = self._buffers.target.admit(plan.ids, root, size, top_n)
         draft = None
         if target is not None and plan.drafts and self._pays(settings, target.rows.size):
@@ -360,8 +361,7 @@ class Batch:
         if target is None:
             self._waiting = index, plan
             return None
-        member = _Member(index, decoder, plan, target, draft)
-        member.trie, member.seed = probe.trie, probe.seed
+        member.target, member.draft = target, draft
         return member
 
     def _refused(self) -> Iterator[Answer]:
@@ -479,6 +479,14 @@ class Batch:
         self, settings: Settings, demand: Demand, draft: SharedModel, top_n: tuple[int, int]
     ) -> Demand:
         """The demand with a forest that is worth its price for as many requests as there may be."""
+        key = demand, top_n, settings.prices
+        if (known := self._buffers.fitting.get(key)) is None:
+            known = self._buffers.fitting[key] = self._fitted(settings, demand, draft, top_n)
+        return known
+
+    def _fitted(
+        self, settings: Settings, demand: Demand, draft: SharedModel, top_n: tuple[int, int]
+    ) -> Demand:
         target = self._buffers.target
         assert target is not None
         prices = self.decoder.prices.captured(settings, lambda: measure_captured(target, draft, top_n))

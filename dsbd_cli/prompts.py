@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from dsbd_cli.errors import UserError
 from dsbd_cli.settings import Settings, broken
 
+_KINDS = "a prompt is a text, a list of messages {role, content}, or a list of token ids"
 Prompt = str | Sequence[Mapping[str, str]] | Sequence[int]
 
 
@@ -38,6 +39,8 @@ def encode(
                                 "put that text into the prompt")  # fmt: skip
             return _once_bos(list(tokenizer(prompt, verbose=False)["input_ids"]), tokenizer), []
         return _chat([{"role": "user", "content": prompt}], tokenizer, settings)
+    if isinstance(prompt, (bytes, bytearray)) or not isinstance(prompt, Iterable):
+        raise UserError(f"{_KINDS}, not {type(prompt).__name__}")
     items: list[Any] = list(prompt)
     if items and all(isinstance(item, Mapping) for item in items):
         if not tokenizer.chat_template:
@@ -48,7 +51,7 @@ def encode(
     if not items:
         return [_bos(tokenizer)], []
     if not all(isinstance(item, int) and not isinstance(item, bool) for item in items):
-        raise UserError("a prompt is a text, a list of messages {role, content}, or a list of token ids")
+        raise UserError(_KINDS)
     if min(items) < 0 or max(items) >= vocab_size:
         raise UserError(f"prompt token ids must lie in 0..{vocab_size - 1}, the target's vocabulary")
     return items, []

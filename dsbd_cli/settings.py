@@ -196,6 +196,12 @@ def never_passes(settings: Settings) -> str | None:
     )
 
 
+def width_from_target(settings: Settings) -> bool:
+    """Whether a threshold looks at the target alone (docs/design.md section 4, `distinct`): no forest is needed."""
+    rule = settings.width_rule
+    return rule == "distinct" or (rule == "auto" and settings.draws == "distinct")
+
+
 def check_value(name: str, value: Any) -> None:
     """Refuse a value that no other setting can make possible.
 
@@ -277,7 +283,10 @@ def _typed(name: str, value: Any) -> Any:
         return tuple(value)
     want = {"int": int, "float": float, "str": str, "bool": bool}[kind.split(" ")[0]]
     if want is float and type(value) is int:
-        return float(value)
+        try:
+            return float(value)
+        except OverflowError:
+            return math.inf if value > 0 else -math.inf
     if type(value) is not want:
         raise UserError(f"{_option(name)} must be {_A[want]}, not {value!r}")
     return value

@@ -63,10 +63,17 @@ class Endings:
     def __call__(self, node: Node) -> str | None:
         if node.token in self._eos:
             return "eos"
-        # Its unfinished parent held no match, so a match must end in the last token: a window is enough.
-        if self._stop and first_stop(self._decode(node.tail(self._window)), self._stop) is not None:
+        if self._stop and first_stop(self._settled(node), self._stop) is not None:
             return "stop"
         return "length" if node.depth >= self._budget else None
+
+    def _settled(self, node: Node) -> str:
+        """The text in which a match can be: its unfinished parent held none, so a window at the end is enough.
+
+        Without marks of half characters at its borders: whose bytes have not all come, or were cut by the window.
+        """
+        text = self._decode(node.tail(self._window)).rstrip("\ufffd")
+        return text.lstrip("\ufffd") if node.depth > self._window else text
 
 
 def first_stop(text: str, stop: Sequence[str]) -> int | None:

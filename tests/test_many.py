@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import random
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -195,3 +196,49 @@ def test_models_without_a_forward_of_ours_share_too(kind: str, tmp_path: Path) -
     prompts = ["ab", "abcdefg", "a", "hello you"]
     for prompt, one, got in zip(prompts, own, decoder.generate_many(prompts, own, batch=3), strict=True):
         assert told(got) == told(decoder.generate(prompt, one))
+
+
+def test_threads_share_a_decoder(tmp_path: Path) -> None:
+    """On the forwards in C, which work without Python's lock: batches beside each other, and single prompts."""
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "initializer_range": 0.2}  # heads of 16
+    for name, seed in (("t", 0), ("d", 1)):
+        builders.rand(tmp_path / name, seed=seed, **sizes)
+    one = Decoder.from_pair(tmp_path / "t", tmp_path / "d", dtype="float32")
+    own = [Settings(seed=i, max_new_tokens=12, top_k=0, top_p=1.0, prices="off") for i in range(6)]
+    prompts = [f"prompt {i} {'xyz' * i}" for i in range(6)]
+    wanted = [told(one.generate(*pair)) for pair in zip(prompts, own, strict=True)]
+
+    def many() -> Any:
+        return [told(result) for result in one.generate_many(prompts, own, batch=3)]
+
+    def singly() -> Any:
+        return [told(one.generate(*pair)) for pair in zip(prompts, own, strict=True)]
+
+    with ThreadPoolExecutor(6) as pool:
+        running = [pool.submit(work) for work in (many, singly, many, singly, many, many)]
+        assert [work.result(timeout=60) for work in running] == [wanted] * 6
+
+
+def test_a_run_that_lost_its_caches_says_so(decoder: Decoder) -> None:
+    own = Settings(seed=1, max_new_tokens=12, top_k=0, top_p=1.0)
+    wanted = told(decoder.generate("one", own))
+    left = decoder.stream("two", own)
+    next(left)
+    assert told(decoder.generate("one", own)) == wanted
+    with pytest.raises(UserError, match="another prompt was begun"):
+        list(left)
+    assert told(decoder.generate("one", own)) == wanted
+
+
+def test_prompts_and_settings_have_to_match(decoder: Decoder) -> None:
+    own = Settings(seed=1, max_new_tokens=3)
+    for prompts, settings, said in ((["a", "b", "c"], [own, own], "more prompts"), (["a"], [own] * 2, "more settings"),
+                                    (["a"], [], "more prompts"), ("abc", own, "one text")):  # fmt: skip
+        done: list[Any] = []
+        with pytest.raises(UserError, match=said):
+            done.extend(decoder.generate_many(prompts, settings))
+        assert len(done) == (0 if said == "one text" else min(len(prompts), len(settings)))
+    for batch in (0, -1, 1.5, True):
+        with pytest.raises(UserError, match="batch must be"):
+            next(decoder.generate_many(["a"], own, batch=batch))  # type: ignore[arg-type]
+    assert len(list(decoder.generate_many(["a", "b"], iter([own] * 3)))) == 2  # type: ignore[arg-type]

@@ -61,6 +61,15 @@ def test_values_are_what_they_look_like(write, line, key, value):
     [
         ('width: "4"', 1, "width must be a whole number, not '4'"),
         ("a: 1\n", 1, "unknown key 'a'"),
+        pytest.param(
+            f"width: 4\ntemperature: 1{'0' * 400}",
+            2,
+            "temperature must be 0 (greedy) or a positive number",
+            id="a whole number above all floats",
+        ),
+        ("target: t\ntensor_parallel: 0", 2, "tensor-parallel must be at least 1, not 0"),
+        ("target: t\ntensor_parallel: -3", 2, "tensor-parallel must be at least 1, not -3"),
+        ('target: t\ndraft: ""', 2, "draft is empty"),
         ("# first\nwidth: 4.0", 2, "width must be a whole number, not 4.0"),
         ("width: 4\ngamma: 2\nwidth: 5", 3, "key 'width' was already given in line 1"),
         ("widht: 4", 1, "unknown key 'widht' (did you mean width?)"),

@@ -163,3 +163,10 @@ def test_a_long_prompt_is_no_matter_of_the_tokenizers_own_warning(tmp_path, capl
         ids("</s>" * 50, tokenizer)
         ids("x" * 50, tokenizer, Settings(raw=True))
     assert caplog.records == []
+
+
+@pytest.mark.parametrize("prompt", [b"abc", bytearray(b"abc"), None, 5])
+def test_what_is_no_prompt_is_refused(prompt, tokenizer):
+    """Bytes are whole numbers too, but nobody means them as token ids."""
+    with pytest.raises(UserError, match="a prompt is a text"):
+        ids(prompt, tokenizer)

@@ -10,7 +10,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from dsbd_cli.decoding.tree.sequences import Node
-from dsbd_cli.text import ConfirmedText, Detokenizer, first_stop
+from dsbd_cli.text import ConfirmedText, Detokenizer, Endings, first_stop, visible_text
 from tests import builders
 
 WORDS = [
@@ -106,6 +106,20 @@ def test_text_that_is_no_text_is_flushed_once(tmp_path: Any) -> None:
     assert whole.count("\ufffd") > 1
     assert whole.startswith(seen)
     assert seen + text.finish(whole) == whole
+
+
+@pytest.mark.parametrize("lead", [0, 200])
+def test_half_of_a_character_is_no_stop(tmp_path: Any, lead: int) -> None:
+    """Bytes of an emoji show as replacement marks until all have come, or where the window cuts it."""
+    say = Detokenizer(builders.tok(tmp_path))
+    tokenizer = builders.tok(tmp_path)
+    ends = Endings(say, (), ("\ufffd",), 10_000)
+    emoji = tokenizer("ok 🙂é!" + "🙂" * lead)["input_ids"]
+    assert [ends(node) for node in path(emoji)] == [None] * len(emoji)
+    wrong = path([*emoji, emoji[3], *tokenizer("no")["input_ids"]])
+    assert [ends(node) for node in wrong[len(emoji) :]] == [None, "stop", "stop"]
+    wrong[-1].finish = "stop"
+    assert visible_text(wrong[-1], say, ("\ufffd",)) == say(emoji)
 
 
 def test_good_characters_survive_a_wrong_byte_beside_them() -> None:

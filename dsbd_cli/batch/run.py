@@ -71,6 +71,7 @@ def run_file(
         # What differs in settings or input is told before minutes of loading; other files, perhaps, after.
         if group.agreed(shard.world == 1 and store.is_of(facts, seed_given) and store.is_whole):
             tell(f"all {len(items)} prompts are done already: {output}")
+            _say_refused(len(store.refused), len(items), output)
             return results
         device = shard.device() if team.size == 1 else None  # a team has chosen its cards
         places: dict[str, Any] = {"target_device": device, "draft_device": device} if device else {}
@@ -82,12 +83,14 @@ def run_file(
         seed = group.agreed(store.claim(facts, seed_given))
         if group.agreed(shard.world == 1 and store.is_whole):
             tell(f"all {len(items)} prompts are done already: {output}")
+            _say_refused(len(store.refused), len(items), output)
             return results
         mine = [item for item in items if shard.owns(item.index)]
         done = group.agreed(store.done)
         if resumed := sum(item.index in done for item in mine):
             tell(f"{resumed} of {len(mine)} prompts are done already: going on")
         refused = 0
+        refused_before = sum(shard.owns(index) for index in store.refused)
 
         from dsbd_cli.batch.decode import Running, decode_items
 
@@ -123,12 +126,17 @@ def run_file(
         store.finish()
         if not seed_given and shard.rank == 0:
             tell(f"seed {seed}")
-        if refused:
-            raise UserError(f"{refused} of {len(mine)} prompts were refused; the others are done: see `error` "
-                            f"in {output}")  # fmt: skip
+        _say_refused(refused + refused_before, len(mine), output)
         return results
     finally:
         store.close()
+
+
+def _say_refused(refused: int, total: int, output: Path) -> None:
+    """A run ends alike whether its prompts were refused now or by the run that it went on from."""
+    if refused:
+        others = "; the others are done" if refused < total else ""
+        raise UserError(f"{refused} of {total} prompts were refused{others}: see `error` in {output}")
 
 
 def decoded_by(decoder: Decoder) -> dict[str, Any]:

@@ -4,6 +4,7 @@ One process appends its records to OUT in the order of the input. Several (torch
 a part file `OUT.rank-R-of-N`; when all prompts are done, rank 0 writes OUT in order, whole, and
 removes the parts. What was run stands beside it in `OUT.run.json`; a run with other settings,
 models or input is refused. A line that a kill tore is dropped and its prompt done again.
+One module, since reading, locking and appending are of the same open files.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import Any
 
 from dsbd_cli.batch.shard import Shard
 from dsbd_cli.batch.watch import Watch, lock, part_of
-from dsbd_cli.errors import UserError
+from dsbd_cli.errors import RunError, UserError
 from dsbd_cli.paths import refuse_special, refuse_unwritable, write_error, write_whole
 
 
@@ -45,6 +46,7 @@ class Store:
         self._files: list[tuple[int, Path]] = []
         self._whole: list[bytes] = []
         self._parts: dict[int, bytes] = {}
+        self._size = 0
         try:
             self._out = self._open(own)
             if shard.world > 1 and shard.rank == 0:
@@ -64,6 +66,7 @@ class Store:
         self._parts = self._read_parts()
         self._whole = self._read_whole()
         good = sum(map(len, _lines(self._own)))
+        self._size = good
         if good < size:
             os.ftruncate(self._out, good)
             self.tell(f"dropped a torn last line of {self._own.name}: its prompt is done again")
@@ -99,6 +102,12 @@ class Store:
         if changed := _differences(known, facts, seed_given):
             self._refuse(changed)
         return not changed and known.get("sources") == facts.get("sources")
+
+    @property
+    def refused(self) -> set[int]:
+        """Indices of the prompts whose record says that they were refused."""
+        lines = self._parts | dict(enumerate(self._whole))
+        return {index for index, line in lines.items() if b'"error"' in line and "error" in json.loads(line)}
 
     @property
     def done(self) -> set[int]:
@@ -164,18 +173,38 @@ class Store:
         self.add_line(json.dumps(record, ensure_ascii=False, allow_nan=False).encode("utf-8") + b"\n")
 
     def add_line(self, line: bytes) -> None:
-        """Append one line as it is."""
+        """Append one line as it is.
+
+        Raises:
+            RunError: the disk is full, or the file is no longer what this run has written.
+        """
+        self._check_own()
         view = memoryview(line)
         try:
             while view:
                 view = view[os.write(self._out, view) :]
         except OSError as error:
             raise write_error(self._own, error, "the same command then goes on") from error
+        self._size += len(line)
+
+    def _check_own(self) -> None:
+        """Records in a file that was removed are lost without a word, and those of one that was cut have gaps."""
+        if not _same_file(self._out, self._own):
+            raise RunError(f"{self._own} was removed or replaced while the batch was running: its records are lost; "
+                           "the same command begins anew")  # fmt: skip
+        if os.fstat(self._out).st_size != self._size:
+            raise RunError(f"{self._own} was changed by someone else while the batch was running: move it away, and "
+                           "give the same command again")  # fmt: skip
 
     def finish(self) -> None:
-        """All prompts of this process are done. Rank 0 waits for the others and writes OUT."""
+        """All prompts of this process are done. Rank 0 waits for the others and writes OUT.
+
+        Raises:
+            RunError: what was written is no longer there.
+        """
         if self.shard.rank > 0:
             return
+        self._check_own()
         if self.shard.world > 1:
             watch = Watch(self.path, self.shard, self.tell)
             while missing := set(range(self.total)) - self.done:
@@ -232,9 +261,9 @@ class Store:
             facts = json.loads(self.sidecar.read_text(encoding="utf-8"))
         except FileNotFoundError:
             return None
-        except ValueError:
+        except (OSError, ValueError, RecursionError):
             facts = None
-        if not isinstance(facts, dict) or not isinstance(facts.get("seed"), int):
+        if not isinstance(facts, dict) or type(facts.get("seed")) is not int:
             raise UserError(f"{self.sidecar} cannot be read as what a batch wrote: move it away")
         return facts
 
@@ -253,7 +282,7 @@ def _lines(path: Path) -> list[bytes]:
 def _index(line: bytes) -> int | None:
     try:
         index = json.loads(line)["index"]
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         return None
     return index if type(index) is int and index >= 0 else None
 

@@ -10,11 +10,13 @@ from typing import Any
 from dsbd_cli.bench.methods import COMMON, METHODS, OF_METHOD
 from dsbd_cli.bench.sweep import Grid, label_of, points
 from dsbd_cli.errors import UserError
-from dsbd_cli.settings import DEFAULTS, Settings
+from dsbd_cli.settings import DEFAULTS, Settings, width_from_target
 
 # Hugging Face's methods are run by `generate`; these settings only carry their numbers.
 _CARRIER = {"hf-sample": "multinomial", "hf-assisted": "speculative",
             "hf-beam-sample": "beam", "hf-beam-search": "beam"}  # fmt: skip
+_OF_WIDTH = ("threshold", "width_rule", "min_width")
+_NO_FOREST = "plain beams have no forest, so that a threshold needs draws=distinct or width_rule=distinct"
 _EVERYWHERE = (*COMMON, "stop", "system", "raw")
 
 
@@ -88,15 +90,15 @@ def build_arms(
         local = {name: value for name, value in given.items() if name in mine}
         if given.get("deterministic") and kind in ("beam", "dsbd"):
             local = {name: value for name, value in local.items() if name != "threshold"}
-        used.update(local)
         local |= implied
         plain = _settings(kind, base, local)
+        used.update(set(local) - _idle(plain, local))
         twin = next((arm for arm in arms if arm.settings == plain and arm.kind == kind), None)
         if twin is not None:
             notes.append(f"{method} is what {twin.name} already runs with these settings: left out")
             continue
         arms.append(Arm(method, method, plain))
-        wrong = 0
+        wrong = same = 0
         for point in points(grids, kind, method):
             try:
                 arm = Arm(f"{method} {label_of(point)}", method, _settings(kind, base, local | point), point)
@@ -104,11 +106,17 @@ def build_arms(
                 wrong += 1
                 refusal = refusal or error
                 continue
+            if _idle(arm.settings, point):
+                same += 1
+                refusal = refusal or UserError(_NO_FOREST)
+                continue
             tried += 1
             if not any(arm.method == other.method and arm.settings == other.settings for other in arms):
                 arms.append(arm)
         if wrong:
             notes.append(f"{method}: {wrong} settings of the sweep exclude themselves and are left out")
+        if same and asked:
+            notes.append(f"{method}: {same} settings of the sweep are left out: {_NO_FOREST}")
     if asked and refusal is not None and not tried:
         raise UserError(f"--sweep: none of its settings can be run: {refusal}")
     unused = [name for name in given if name not in used]
@@ -121,6 +129,13 @@ def build_arms(
     return arms, notes
 
 
+def _idle(settings: Settings, named: Mapping[str, Any]) -> set[str]:
+    """Which of the named settings mean nothing to plain beams: the paper's dynamic width needs a forest."""
+    if settings.method != "beam" or settings.threshold is not None:
+        return set()
+    return {name for name in _OF_WIDTH if named.get(name) is not None}
+
+
 def _settings(kind: str, base: Settings, local: Mapping[str, Any]) -> Settings:
     """Base settings, reduced to what the method reads, with `local` laid over them."""
     mine = (*_EVERYWHERE, *OF_METHOD[kind])
@@ -129,7 +144,13 @@ def _settings(kind: str, base: Settings, local: Mapping[str, Any]) -> Settings:
     plain = Settings(**(DEFAULTS | {"method": method, "seed": None} | _consistent(values)))
     if local.get("deterministic", base.deterministic) and "deterministic" in mine:
         local = {**local, "deterministic": True}
-    return plain.merged(dict(local))
+    made = plain.merged(dict(local))
+    if method == "beam" and (made.threshold is None or not width_from_target(made)):
+        # Inherited from a preset, or meant for the other methods: what means nothing here is not shown.
+        made = dataclasses.replace(
+            made, threshold=None, width_rule="auto", min_width=min(DEFAULTS["min_width"], made.width)
+        )
+    return made
 
 
 def _consistent(values: dict[str, Any]) -> dict[str, Any]:

@@ -18,6 +18,8 @@ from dsbd_cli.bench.runner import Job, Runner
 from dsbd_cli.bench.score import PRIMARY, Scorer
 from dsbd_cli.bench.scoring.mt_bench import Judge
 from dsbd_cli.bench.store import Store
+from dsbd_cli.bench.together import TogetherRunner
+from dsbd_cli.bench.windows import windows_of
 from dsbd_cli.bench.world import World
 from dsbd_cli.errors import Stopped
 from dsbd_cli.loading.stamp import stamps
@@ -131,7 +133,8 @@ def _measure(
         )
         if backend.meter.reason:
             tell(f"energy is not measured: {backend.meter.reason}")
-        _drop_cut(plan, store, results, arms_before)
+        if plan.options.batch == 1:  # a window's answers are there together or not at all
+            _drop_cut(plan, store, results, arms_before)
     number = world.broadcast(number)
     done = {tuple(key) for key in world.broadcast([list(key_of(record)) for record in results])}
     own = {item.id for item in world.mine(plan.dataset.items)}
@@ -139,7 +142,8 @@ def _measure(
     todo = [job for job in mine if job.key not in done]
     if len(todo) < len(mine) and world.rank == 0:
         tell(f"{len(mine) - len(todo)} of {len(mine)} answers are there already: going on")
-    runner = Runner(backend, prompter, scorer, plan.seed, plan.stops)
+    together = plan.options.batch != 1
+    runner = (TogetherRunner if together else Runner)(backend, prompter, scorer, plan.seed, plan.stops)
     figures = Figures(PRIMARY[plan.dataset.kind][0])
     for record in results:
         figures.add(record)
@@ -150,15 +154,22 @@ def _measure(
             if todo:
                 progress.stage("warming up")
                 waiting = {job.arm.name: job.arm for job in todo}
-                runner.warm_up(list(waiting.values()), todo[0].item)
+                common = {"session": number, "rank": world.rank}
 
-                def write(record: Record) -> None:
+                def write(records: Sequence[Record]) -> None:
                     nonlocal written
                     if world.leader:
-                        store.append(record)
-                        written += 1
+                        store.append_all(records)
+                        written += len(records)
 
-                runner.run(todo, write, progress, {"session": number, "rank": world.rank})
+                if isinstance(runner, TogetherRunner):
+                    at_a_time = backend.at_a_time(plan.options.batch)
+                    runner.warm_up_many(list(waiting.values()), todo, at_a_time)
+                    windows = list(windows_of(mine, done, at_a_time, plan.seed))
+                    runner.run_windows(windows, at_a_time, write, progress, common)
+                else:
+                    runner.warm_up(list(waiting.values()), todo[0].item)
+                    runner.run(todo, lambda record: write([record]), progress, common)
     except KeyboardInterrupt:
         there = f"{len(done) + written} of {len(plan.jobs())} answers"
         raise Stopped(f"stopped with {there}; the same command goes on") from None

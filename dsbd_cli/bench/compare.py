@@ -18,6 +18,7 @@ from dsbd_cli.bench.sessions import differing
 from dsbd_cli.bench.summary import with_ratings
 from dsbd_cli.bench.table import Column, Table
 from dsbd_cli.bench.terminal import in_width, table_text
+from dsbd_cli.bench.windows import clocks
 from dsbd_cli.errors import UserError
 from dsbd_cli.settings import near
 
@@ -100,7 +101,8 @@ def _compare(mine: Side, base: Side, arms: Sequence[str]) -> Comparison:
     for left, right in chosen:
         pair = pairs.common(mine.records(left), base.records(right))
         both += pair
-        found.append((left, right, pairs.compare(pair, Clocked(pair), field, yes_no)))
+        timed = pairs.common(clocks(mine.records(left)), clocks(base.records(right)))
+        found.append((left, right, pairs.compare(pair, Clocked(timed), field, yes_no)))
     if not both:
         raise UserError(f"{mine.folder} and {base.folder} have no answered item in common")
     names = _names(mine, base)

@@ -34,7 +34,7 @@ def read_run(folder: Path) -> Record | None:
         run = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return None
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         run = None
     if not isinstance(run, dict) or not isinstance(run.get("fingerprint"), dict):
         raise UserError(f"{path} cannot be read as what a bench wrote: move it away, or give another --out")
@@ -101,7 +101,7 @@ def lines_of(path: Path) -> Iterator[Record | None]:
     for line in raw.splitlines(keepends=True):
         try:
             record = json.loads(line) if line.endswith(b"\n") else None
-        except ValueError:
+        except (ValueError, RecursionError):
             record = None
         yield record if isinstance(record, dict) else None
 
@@ -128,8 +128,8 @@ def line_of(record: Mapping[str, Any]) -> str:
     return text + "\n"
 
 
-def append_line(handle: int, record: Mapping[str, Any], path: Path) -> None:
-    view = memoryview(line_of(record).encode("utf-8"))
+def append_lines(handle: int, records: Iterable[Mapping[str, Any]], path: Path) -> None:
+    view = memoryview("".join(map(line_of, records)).encode("utf-8"))
     try:
         while view:
             view = view[os.write(handle, view) :]

@@ -65,9 +65,9 @@ def sentence(name: str, base: str, entry: Run, run: Run, base_name: str | None =
     shown += [(key, partial(_quality, what=what)) for key, what in qualities]
     shown.append(("joules_per_token", _joules))
     known = [(entry[key], show) for key, show in shown if entry[key]["value"] is not None]
-    counts = [one["items"] for one, _ in known]
+    counts = {(one["items"], one.get("unit", "item")) for one, _ in known}
     # Said once where all rest on as many items.
-    n = counts[0] if len(set(counts)) == 1 else None
+    n = next(iter(counts))[0] if len(counts) == 1 else None
     parts = [show(one, n=n) for one, show in known]
     if entry["speed"]["value"] is None:
         parts.insert(0, f"speed is not compared ({escape(entry['clocks'] or 'no clock')})")
@@ -109,6 +109,8 @@ def _quality(entry: Mapping[str, Any], what: str, n: int | None) -> str:
 
 
 def _joules(entry: Mapping[str, Any], n: int | None) -> str:
+    if entry["low"] is None and entry["items"] >= FEWEST:  # a counter too coarse for single answers
+        return f"{fixed(entry['value'], 2)} times the joules per token by the sums over all items, without an interval"
     verdict = _verdict(
         entry, 1.0, "<b>more</b> energy", "<b>less</b> energy", "no difference in energy shown"
     )
@@ -123,7 +125,8 @@ def _verdict(entry: Mapping[str, Any], null: float, above: str, below: str, neit
 
 def _basis(entry: Mapping[str, Any], places: int, sign: str, n: int | None) -> str:
     """The interval, or why there is none, and n where it was not said yet."""
-    own = f"n = {entry['items']}" if n is None else ""
+    of = " windows" if entry.get("unit") == "window" else ""
+    own = f"n = {entry['items']}{of}" if n is None else ""
     if entry["low"] is None:
         why = "too few for an interval" if entry["items"] < FEWEST else "too few differ for an interval"
         return f" ({', '.join(filter(None, (own, why)))})"
@@ -138,7 +141,7 @@ def _power(entry: Mapping[str, Any], null: float) -> str:
     if count is None or entry["low"] is None or not entry["low"] <= null <= entry["high"]:
         return ""
     about = needed(count) if count >= MOST_NEEDED else f"about {needed(count)}"
-    return f"; {about} items would show a difference of this size"
+    return f"; {about} {entry.get('unit', 'item')}s would show a difference of this size"
 
 
 def _best_swept(run: Run) -> str | None:

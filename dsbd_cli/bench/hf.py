@@ -1,4 +1,4 @@
-"""Outside references: the same models under Hugging Face `generate`, and the target's own log-probability.
+"""Outside references: the same models under Hugging Face `generate`, one prompt at a time or in padded batches.
 
 `hf-sample` sampling, `hf-beam-sample` beams with sampling, `hf-beam-search` beams without, `hf-assisted`
 its speculative decoding with our draft. T, budget, EOS ids, length penalty and stop strings are ours; how
@@ -34,29 +34,36 @@ class HfAnswer:
     target_calls: int
 
 
-def generate(pair: Pair, arm: Arm, ids: Sequence[int], seed: int, stop: Sequence[str]) -> HfAnswer:
-    """One prompt through `generate`, as `arm` says."""
+def generate(
+    pair: Pair, arm: Arm, prompts: Sequence[Sequence[int]], seed: int, stop: Sequence[str]
+) -> list[HfAnswer]:
+    """Prompts through one call of `generate`, as `arm` says; shorter ones are padded on the left.
+
+    `prefill_s` and `target_calls` are those of the call, and so the same for all of its answers.
+    """
     model, settings = pair.target.model, arm.settings
     if settings.max_new_tokens == 0:  # which `generate` refuses
-        return HfAnswer("", [], "length", None, 0)
+        return [HfAnswer("", [], "length", None, 0) for _ in prompts]
     device = pair.target.device
-    inputs = torch.tensor([list(ids)], device=device)
+    config = config_of(arm.method, settings, pair)
+    length = max(map(len, prompts))
+    inputs = torch.full((len(prompts), length), config.pad_token_id, device=device)
+    mask = torch.zeros_like(inputs)
+    for row, ids in enumerate(prompts):
+        inputs[row, length - len(ids) :] = torch.tensor(list(ids), device=device)
+        mask[row, length - len(ids) :] = 1
     options: dict[str, Any] = {}
     if arm.method == "hf-assisted":
         assert pair.draft is not None
         options["assistant_model"] = pair.draft.model
     if stop:
-        options["stopping_criteria"] = [_stops(pair, len(ids), stop)]
+        options["stopping_criteria"] = [_stops(pair, length, stop)]
     torch.manual_seed(seed)
     with _own_defaults(pair, arm), _first_call(model, device) as clock, torch.inference_mode():
         clock.begin()
-        output = model.generate(
-            inputs,
-            attention_mask=torch.ones_like(inputs),
-            generation_config=config_of(arm.method, settings, pair),
-            **options,
-        )
-    return _answer(pair, output[0, len(ids) :].tolist(), settings.max_new_tokens, stop, clock)
+        output = model.generate(inputs, attention_mask=mask, generation_config=config, **options)
+    rows = output[:, length:].tolist()
+    return [_answer(pair, row, settings.max_new_tokens, stop, clock) for row in rows]
 
 
 def config_of(method: str, settings: Settings, pair: Pair) -> Any:
@@ -187,22 +194,3 @@ def _until_stop(ids: list[int], detokenize: Callable[[Sequence[int]], str], stop
         else:
             low = middle + 1
     return ids[:low]
-
-
-@torch.inference_mode()
-def answer_logprob(pair: Pair, prompt_ids: Sequence[int], token_ids: Sequence[int]) -> float | None:
-    """l(x): sum of the target's raw log-softmax over the answer's tokens, by one teacher-forced forward.
-
-    Float32 log-softmax over the tokenizer's vocabulary, summed in float64; None for an empty answer. The
-    same count for every method, outside any timing window.
-    """
-    if not token_ids:
-        return None
-    model = pair.target.model
-    ids = torch.tensor([[*prompt_ids, *token_ids]], device=pair.target.device)
-    count = len(token_ids)
-    logits = model(input_ids=ids, use_cache=False, logits_to_keep=count + 1).logits
-    logits = logits[0, -(count + 1) : -1, : pair.vocab_size].float()
-    wanted = torch.tensor(list(token_ids), device=logits.device)
-    logps = torch.log_softmax(logits, dim=-1).gather(1, wanted[:, None])[:, 0]
-    return float(logps.double().sum().item())

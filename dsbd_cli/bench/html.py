@@ -6,13 +6,13 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any, NamedTuple
 
-from dsbd_cli.bench import published, tables
+from dsbd_cli.bench import circumstances, published, tables
 from dsbd_cli.bench.cells import word
 from dsbd_cli.bench.findings import findings
 from dsbd_cli.bench.html_style import CSS
 from dsbd_cli.bench.paired_tables import comparisons
 from dsbd_cli.bench.table import Table
-from dsbd_cli.bench.terminal import energy_line
+from dsbd_cli.bench.terminal import batch_line, energy_line
 
 Run = Mapping[str, Any]
 
@@ -29,8 +29,8 @@ TITLES = {
                      "and of beam sampling, that no other arm of their kind beats on both axes; the dashed one those "
                      "that none of all arms beats. Bars: 95 % intervals."),
     "pareto_energy": ("Quality against energy", "Up and to the right (fewer joules) is better. Bars: 95 % intervals."),
-    "speed_ups": ("Speed-ups item by item", "Pale dots are items, the mark beneath is their median with its 95 % "
-                  "interval; the line is the baseline."),
+    "speed_ups": ("Speed-ups one by one", "Pale dots are items (with --batch windows of them), the mark beneath is "
+                  "their median with its 95 % interval; the line is the baseline."),
     "layers": ("Layers a call, item by item", "How many layers one target call commits, prefill left out: plain "
                "decoding commits one. Pale dots are items, the mark beneath is their median with its 95 % interval."),
     "width": ("What beams buy", "Distinct beams per layer against speed, energy and quality. Bars: 95 % intervals."),
@@ -62,7 +62,7 @@ def page(
         parts += [_section(tables.depths(run), run, len(runs) > 1)]
         parts += [_section(tables.outcomes(run), run, len(runs) > 1), _examples(run, results)]
     parts += [_conditions(run, len(runs) > 1) for run in runs]
-    parts.append(_how())
+    parts.append(_how(any(run["batch"] for run in runs)))
     body = "\n".join(part for part in parts if part)
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
@@ -115,7 +115,7 @@ def _section(table: Table, run: Run, several: bool) -> str:
 
 
 def _comparisons(run: Run, several: bool) -> str:
-    made = (comparisons(run, every=False), tables.outliers(run), tables.turns(run), tables.groups(run))
+    made = (comparisons(run, every=False), circumstances.outliers(run), tables.turns(run), tables.groups(run))
     return "".join(_section(table, run, several) for table in made)
 
 
@@ -133,6 +133,7 @@ def _head(run: Run, several: bool) -> str:
         ("Score", f"{run['primary'][1]}{_judge(run)}"),
         ("Pair", _pair(run)),
         ("Machine", _machine(run)),
+        *([("Batch", batch_line(run))] if run["batch"] else []),
         ("Energy", energy_line(run).removeprefix("energy: ")),
         ("Baseline", run["baseline"] or "none"),
         ("Seed", str(run["seed"])),
@@ -236,14 +237,23 @@ def _conditions(run: Run, several: bool) -> str:
     """Settings of every arm, and every session's circumstances."""
     rules = ", ".join(f"{key} {word(entry)}" for key, entry in (run["rule"] or {}).items())
     return (
-        f"{_section(tables.settings(run), run, several)}<p>Scoring: {escape(rules)}.</p>"
-        f"{_section(tables.sessions(run), run, several)}"
+        f"{_section(circumstances.settings(run), run, several)}<p>Scoring: {escape(rules)}.</p>"
+        f"{_section(circumstances.sessions(run), run, several)}"
     )
 
 
-def _how() -> str:
+_TOGETHER = (
+    "<li>Answers shared their forwards (<code>--batch</code>): what one answer cost is not known, what a window of "
+    "them cost is. Each window goes through all arms in an order shuffled by the seed; its clock and energy hold "
+    "prefill. The text of an answer of ours does not depend on its company. Hugging Face's methods got padded "
+    "batches of prompts of about the same length.</li>"
+    "<li>For speed and joules the window is the unit, and the median is over windows.</li>"
+)
+
+
+def _how(together: bool) -> str:
     return (
-        "<h2>How it was measured</h2><ul>"
+        f"<h2>How it was measured</h2><ul>{_TOGETHER if together else ''}"
         "<li>Methods are interleaved per item in an order shuffled by the seed; a warm-up answer per arm is not "
         "counted. The seed of an answer comes from the run's seed and the item, so order changes no result.</li>"
         "<li>Wall clock and energy window open and close after a device sync. tokens/s leaves prefill out, the "

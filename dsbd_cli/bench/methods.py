@@ -33,6 +33,9 @@ GROUPS = {
     "default": DEFAULT_METHODS,
 }
 
+# `generate` assists one prompt only, also in a bench of batches.
+ONE_AT_A_TIME = ("hf-assisted",)
+
 # Settings that mean the same for every method; the rest are looked up per method.
 COMMON = (
     "temperature", "top_k", "top_p", "max_new_tokens", "length_penalty", "early_stopping",
@@ -54,7 +57,7 @@ OF_METHOD: Mapping[str, tuple[str, ...]] = {
         "kv",
         "deterministic",
     ),
-    "beam": ("width", "draws", "deterministic"),
+    "beam": ("width", "draws", "threshold", "width_rule", "min_width", "deterministic"),
     "speculative": ("gamma", "forest", "prices"),
     "specinfer": ("tree",),
     "multinomial": (),

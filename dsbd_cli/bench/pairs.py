@@ -38,7 +38,8 @@ def within_sessions(pairs: Sequence[Pair], sessions: Sequence[Session]) -> Clock
     same = [(one, two) for one, two in pairs if _place(one) == _place(two)]
     if same or not pairs:
         left = len({one["item"] for one, _ in pairs} - {one["item"] for one, _ in same})
-        note = f"{left} item(s) left out of speed and energy: answered in two sessions" if left else None
+        what = "window" if pairs and "answers" in pairs[0][0] else "item"
+        note = f"{left} {what}(s) left out of speed and energy: answered in two sessions" if left else None
         return Clocked(same, note)
 
     def circumstances(record: Record) -> Session:
@@ -59,7 +60,7 @@ def compare(pairs: Sequence[Pair], clocked: Clocked, field: str, yes_no: bool) -
     """Paired estimates of one arm against another, each with `needed` items and the p of a paired test.
 
     Args:
-        pairs: for quality. clocked: for speed and energy.
+        pairs: for quality. clocked: for speed and energy; of answers that share a clock, their windows.
         field: of the score. yes_no: whether it is a yes/no outcome.
     """
     found = {
@@ -90,6 +91,7 @@ def _rate(pairs: Sequence[Pair], part: str, whole: str) -> dict[str, Any]:
     names = list(by_item)
     return {
         **estimate.to_dict(),
+        "unit": "window" if pairs and "answers" in pairs[0][0] else "item",
         "needed": stats.needed(estimate, ratio=True),
         "p": stats.signed_rank([_log(ratio) for ratio in by_item.values()]),
         "by_item": {item: float(f"{ratio:.4g}") for item, ratio in by_item.items()},

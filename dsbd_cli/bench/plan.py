@@ -14,7 +14,7 @@ from dsbd_cli.bench.datasets.hub import repository
 from dsbd_cli.bench.datasets.records import Dataset
 from dsbd_cli.bench.datasets.sample import sample_folder
 from dsbd_cli.bench.datasets.shots import DEFAULT_SHOTS, Shots, load_shots
-from dsbd_cli.bench.methods import parse_methods
+from dsbd_cli.bench.methods import ONE_AT_A_TIME, parse_methods
 from dsbd_cli.bench.runner import Job, schedule
 from dsbd_cli.bench.sweep import Grid, parse_sweep
 from dsbd_cli.errors import UserError
@@ -44,6 +44,7 @@ class Options:
         methods, sweeps: as written. limit: items, 0 = all, None = the default.
         shots: worked examples before each question, 0 = the data set's own single one, None = the default.
         hf_limit: items for Hugging Face's methods, None = `limit`.
+        batch: answers that share their forwards; None: as many as this machine does well.
         baseline: arm that speeds are compared with.
     """
 
@@ -55,6 +56,7 @@ class Options:
     shots: int | None = None
     hf_limit: int | None = None
     repeats: int = 1
+    batch: int | None = 1
     out: Path | None = None
     baseline: str = "beam"
     judge_url: str | None = None
@@ -106,6 +108,8 @@ def make_plan(options: Options, chosen: Chosen) -> Plan:
     """
     if options.repeats < 1:
         raise UserError(f"--repeats must be at least 1, not {options.repeats}")
+    if options.batch is not None and options.batch < 1:
+        raise UserError(f"--batch must be at least 1, not {options.batch}")
     for name in ("limit", "hf_limit"):
         value = getattr(options, name)
         if value is not None and value < 0:
@@ -133,6 +137,10 @@ def make_plan(options: Options, chosen: Chosen) -> Plan:
     drafting = [arm.name for arm in arms if arm.needs_draft]
     if drafting and spec.draft is None:
         raise UserError(f"{drafting[0]} needs a draft model: give --draft, or name other --methods")
+    if options.batch != 1 and any(arm.method in ONE_AT_A_TIME for arm in arms):
+        notes.append(
+            f"Hugging Face's generate assists one prompt only: {ONE_AT_A_TIME[0]} runs one at a time"
+        )
     if options.baseline not in [arm.name for arm in arms]:
         notes.append(f"--baseline {options.baseline} is no arm of this run: no comparison is made")
     if len(dataset.items) < dataset.total:

@@ -6,7 +6,8 @@ import contextlib
 import dataclasses
 from typing import Any
 
-from dsbd_cli.bench.measure import Backend, PairBackend
+from dsbd_cli.bench.backend import PairBackend
+from dsbd_cli.bench.measure import Backend
 from dsbd_cli.bench.plan import Plan
 from dsbd_cli.bench.progress import tell
 from dsbd_cli.bench.prompting import Prompter, check_prompts
@@ -82,6 +83,7 @@ def make_judge(plan: Plan) -> Judge | None:
 def fingerprint(plan: Plan, prompter: Prompter, scorer: Scorer) -> dict[str, Any]:
     """What must not change between sessions of one run, less what only the loaded models tell."""
     spec, _ = plan.chosen.resolve()
+    batch = plan.options.batch
     return {
         "dsbd": __version__,
         "data": {"kind": plan.dataset.kind, "builtin": plan.dataset.builtin, "sha256": plan.digest},
@@ -94,4 +96,6 @@ def fingerprint(plan: Plan, prompter: Prompter, scorer: Scorer) -> dict[str, Any
         "rule": scorer.rule(),
         "pair": spec.to_dict(),
         "tensor_parallel": plan.options.tensor_parallel,
+        # None as in runs that are older than the option: they go on.
+        "batch": None if batch == 1 else batch or "auto",
     }

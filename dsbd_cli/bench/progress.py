@@ -68,8 +68,11 @@ class Figures:
         )
         sums["items"] += 1
         sums["tokens"] += record.get("new_tokens") or 0
-        sums["seconds"] += record.get("decode_s") or 0.0
-        sums["joules"] += record.get("energy_j") or 0.0
+        # Of answers that share a clock each counts its share of it.
+        window = record.get("window")
+        part, clock = (1 / window["answers"], window) if window else (1.0, record)
+        sums["seconds"] += part * (clock.get("wall_s" if window else "decode_s") or 0.0)
+        sums["joules"] += part * (clock.get("energy_j") or 0.0)
         value = (record.get("score") or {}).get(self.primary)
         if value is not None:
             sums["scored"] += 1

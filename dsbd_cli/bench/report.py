@@ -98,20 +98,22 @@ def _figures(runs: Sequence[Mapping[str, Any]], folder: Path) -> Iterator[tuple[
     qualities.append(("logprob_per_token", "target log-prob, nats per token, median item"))
     plain = {name: arm for name, arm in arms.items() if not arm["swept"]}
     methods = {name: arm["method"] for name, arm in arms.items()}
+    together = {bool(run["batch"]) for run in runs}
+    unit = "item" if together == {False} else "window" if together == {True} else "item or window"
     speed, energy = (
-        ("tokens_per_s", "tokens/s, median item"),
-        ("joules_per_token", "joules per token, median item"),
+        ("tokens_per_s", f"tokens/s, median {unit}"),
+        ("joules_per_token", f"joules per token, median {unit}"),
     )
     panels = [speed, energy, *qualities]
     draw: dict[str, Callable[[], Any]] = {
         "pareto_speed": lambda: plots.pareto(
-            plt, arms, speed[0], "tokens per second, median item", qualities
+            plt, arms, speed[0], f"tokens per second, median {unit}", qualities
         ),
         "pareto_energy": lambda: plots.pareto(
             plt,
             arms,
             energy[0],
-            "joules per token, median item (less is to the right)",
+            f"joules per token, median {unit} (less is to the right)",
             qualities,
             low_x=True,
         ),
@@ -123,7 +125,7 @@ def _figures(runs: Sequence[Mapping[str, Any]], folder: Path) -> Iterator[tuple[
                 if arm["against_baseline"] and not arm["is_baseline"]
             },
             methods,
-            "times the baseline's tokens/s on the same item",
+            f"times the baseline's tokens/s, same {unit}",
             1.0,
         ),
         "layers": lambda: plots.spread(

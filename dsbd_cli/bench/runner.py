@@ -100,18 +100,28 @@ class Runner:
         arm = self.effective(job.arm)
         turns: list[Answer] = []
         problem = None
-        for turn in range(job.item.turns):
-            ids = self.prompter.ids(job.item, [answer.text for answer in turns])
-            if turn and not self.prompter.fits(ids):
-                problem = f"turn {turn + 1} does not fit: {len(ids)} prompt tokens"
-                break
-            seed = seed_of(self.seed, job.item.id, job.repeat, turn)
-            answer = self.backend.answer(arm, ids, seed)
-            answer.logprob = self.backend.logprob(ids, answer.token_ids)
-            turns.append(answer)
-        complete = len(turns) == job.item.turns
+        while problem is None and len(turns) < job.item.turns:
+            ids, problem = self.prompt(job, turns)
+            if problem is None:
+                answer = self.backend.answer(arm, ids, self.seed_of(job, len(turns)))
+                answer.logprob = self.backend.logprob(ids, answer.token_ids)
+                turns.append(answer)
+        return self.record(job, turns, problem)
+
+    def prompt(self, job: Job, turns: Sequence[Answer]) -> tuple[list[int], str | None]:
+        """The prompt behind these turns, and why it cannot be asked; None where it can."""
+        ids = self.prompter.ids(job.item, [answer.text for answer in turns])
+        if turns and not self.prompter.fits(ids):
+            return ids, f"turn {len(turns) + 1} does not fit: {len(ids)} prompt tokens"
+        return ids, None
+
+    def seed_of(self, job: Job, turn: int) -> int:
+        return seed_of(self.seed, job.item.id, job.repeat, turn)
+
+    def record(self, job: Job, turns: Sequence[Answer], problem: str | None) -> Record:
+        """The result of these turns, scored."""
         score = None
-        if complete:
+        if len(turns) == job.item.turns:
             score = self.scorer.score(job.item, [t.text for t in turns], [t.finish_reason for t in turns])
         return {
             "item": job.item.id,

@@ -19,7 +19,7 @@ from dsbd_cli.bench.files import (
     RESULTS,
     RUN,
     Record,
-    append_line,
+    append_lines,
     differences,
     drop,
     line_of,
@@ -143,15 +143,19 @@ class Store:
         Raises:
             RunError: the disk is full, or the file can no longer be written.
         """
+        self.append_all([record])
+
+    def append_all(self, records: Iterable[Mapping[str, Any]]) -> None:
+        """Append results that are there together, with one wait for the disk. Raises like `append`."""
         if self._out is None:
             self._out = open_append(self._own)
-        append_line(self._out, record, self._own)
+        append_lines(self._out, records, self._own)
 
     def append_rating(self, record: Mapping[str, Any]) -> None:
         """Append one rating of the judge. Raises like `append`."""
         if self._ratings is None:
             self._ratings = open_append(self.folder / RATINGS)
-        append_line(self._ratings, record, self.folder / RATINGS)
+        append_lines(self._ratings, [record], self.folder / RATINGS)
 
     def mend(self) -> list[Record]:
         """The results on disk: parts of earlier runs merged in, torn lines dropped, none twice."""

@@ -5,17 +5,31 @@ from __future__ import annotations
 import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 from dsbd_cli.bench import pairs, stats
+from dsbd_cli.bench.engine_counts import engine_counts
 from dsbd_cli.bench.files import Record
 from dsbd_cli.bench.score import PRIMARY
 from dsbd_cli.bench.sessions import Session, warnings
 from dsbd_cli.bench.stats import Estimate
+from dsbd_cli.bench.windows import clocks, shared
 
 # What people would use instead: the comparison that a reader comes for.
 HF_BEAMS = ("hf-beam-sample", "hf-beam-search")
+# What is told of answers that share a clock.
+WINDOW = (
+    "item",
+    "repeat",
+    "session",
+    "rank",
+    "at_a_time",
+    "answers",
+    "new_tokens",
+    "wall_s",
+    "energy_j",
+    "peak_bytes",
+)
 
 
 def summarize(run: Mapping[str, Any], results: Sequence[Record], ratings: Sequence[Record]) -> dict[str, Any]:
@@ -35,7 +49,8 @@ def summarize(run: Mapping[str, Any], results: Sequence[Record], ratings: Sequen
 
     def against(mine: Sequence[Record], name: str) -> dict[str, Any]:
         both = pairs.common(mine, by_arm[name])
-        return pairs.compare(both, pairs.within_sessions(both, sessions), field, yes_no)
+        timed = pairs.common(clocks(mine), clocks(by_arm[name]))
+        return pairs.compare(both, pairs.within_sessions(timed, sessions), field, yes_no)
 
     described = {}
     for name, records in by_arm.items():
@@ -53,6 +68,7 @@ def summarize(run: Mapping[str, Any], results: Sequence[Record], ratings: Sequen
         "primary": list(PRIMARY[kind]),
         "models": run["fingerprint"]["models"],
         "seed": run["fingerprint"]["seed"],
+        "batch": shared(rated),
         "prompt_form": run["fingerprint"].get("prompt_form"),
         "rule": run["fingerprint"].get("rule"),
         "judge": run.get("judge"),
@@ -72,9 +88,10 @@ def summarize(run: Mapping[str, Any], results: Sequence[Record], ratings: Sequen
 def summarize_arm(records: Sequence[Record], kind: str, energy: Mapping[str, Any]) -> dict[str, Any]:
     """All numbers of one arm for itself."""
     field = PRIMARY[kind][0]
-    decoding = [r for r in records if r["new_tokens"] and r["decode_s"]]
-    whole = [r for r in records if r["new_tokens"] and r["wall_s"]]
-    metered = [r for r in records if r["new_tokens"] and r["energy_j"] is not None]
+    timed = clocks(records)
+    decoding = [r for r in timed if r["new_tokens"] and r["decode_s"]]
+    whole = [r for r in timed if r["new_tokens"] and r["wall_s"]]
+    metered = [r for r in timed if r["new_tokens"] and r["energy_j"] is not None]
     spent = sum(r["energy_j"] for r in metered)
     known = [r for r in records if r["new_tokens"] and r["logprob"] is not None]
     metered = metered if spent > 0 else []
@@ -97,7 +114,8 @@ def summarize_arm(records: Sequence[Record], kind: str, energy: Mapping[str, Any
         "joules_per_token": energy_over_items(metered, "new_tokens").to_dict(),
         "watts": energy_over_items([r for r in metered if r["wall_s"]], "wall_s").to_dict(),
         "energy_reason": None if metered else energy_reason(records, energy),
-        "peak_bytes": max((r["peak_bytes"] for r in records if r["peak_bytes"] is not None), default=None),
+        "peak_bytes": max((r["peak_bytes"] for r in timed if r["peak_bytes"] is not None), default=None),
+        "windows": [{name: r[name] for name in WINDOW} for r in timed if "answers" in r] or None,
         "finish_reasons": dict(Counter(turn["finish_reason"] for r in records for turn in r["turns"])),
         **engine_counts(records),
     }
@@ -166,9 +184,11 @@ def groups(
     found = {}
     for name in sorted(names, key=lambda name: (_ORDER.get(str(name), 99), str(name))):
         mine = [r for r in records if r.get("group") == name]
-        both = pairs.common(mine, base)
+        # Answers of several groups share a window's clock: there is none of one group.
+        timed = [r for r in mine if not r.get("window")]
+        both = pairs.common(timed, base)
         speed = pairs.compare(both, pairs.within_sessions(both, sessions), field, yes_no)["speed"]
-        decoding = [r for r in mine if r["new_tokens"] and r["decode_s"]]
+        decoding = [r for r in timed if r["new_tokens"] and r["decode_s"]]
         found[str(name or "unknown")] = {
             "items": len({r["item"] for r in mine}),
             "score": score_estimate(mine, field, bounded=field != "rating").to_dict(),
@@ -180,77 +200,6 @@ def groups(
 
 # Spider's own order of hardness.
 _ORDER = {"easy": 0, "medium": 1, "hard": 2, "extra": 3}
-
-
-def engine_counts(records: Sequence[Record]) -> dict[str, Any]:
-    """Layers per target call, acceptance, widths: ratios of sums; null for arms that do not report them."""
-    by_item: dict[str, list[Record]] = defaultdict(list)
-    for record in records:
-        for turn in record["turns"]:
-            if turn["stats"] and turn["stats"].get("layers") is not None:
-                by_item[record["item"]].append(turn["stats"])
-    ours = [turn for turns in by_item.values() for turn in turns]
-
-    def over(part: Callable[[Record], float], whole: Callable[[Record], float]) -> Estimate:
-        totals = [(sum(map(part, turns)), sum(map(whole, turns))) for turns in by_item.values()]
-        return stats.rate([part for part, _ in totals], [whole for _, whole in totals])
-
-    turns = [turn["stats"] for record in records for turn in record["turns"] if turn["stats"]]
-    calls = sum(turn["target_calls"] for turn in turns if turn.get("target_calls") is not None)
-    made = sum(record["new_tokens"] or 0 for record in records)
-    layers = over(lambda t: t["layers"], lambda t: t["target_calls"])
-    width = over(lambda t: sum(t["widths"]), lambda t: len(t["widths"]))
-    distinct = over(lambda t: sum(t["distinct_widths"]), lambda t: len(t["distinct_widths"]))
-    accepted = over(lambda t: t["drafts_accepted"], lambda t: t["drafts_examined"])
-    by_depth = []
-    for depth in range(max((len(turn["accepted_by_depth"]) for turn in ours), default=0)):
-        estimate = over(partial(_at_depth, depth, 1), partial(_at_depth, depth, 0))
-        examined = sum(_at_depth(depth, 0, turn) for turn in ours)
-        by_depth.append({**estimate.to_dict(), "examined": examined})
-    return {
-        "layers_per_target_call": layers.of_sums,
-        "layers_per_call": layers.to_dict(),
-        "layers_by_item": _layers_by_item(by_item),
-        "tokens_per_target_call": made / calls if calls else None,
-        "acceptance_rate": accepted.of_sums,
-        "acceptance_by_depth": by_depth or None,
-        "mean_width": width.of_sums,
-        "mean_distinct_width": distinct.of_sums,
-        "distinct_width": distinct.to_dict(),
-        "kv_bytes_peak": max(
-            (t["kv_bytes_peak"] for t in ours if t["kv_bytes_peak"] is not None), default=None
-        ),
-        "kv_slots_peak": max(
-            (t["kv_slots_peak"] for t in ours if t["kv_slots_peak"] is not None), default=None
-        ),
-        "logprob_difference": _logprob_difference(records),
-    }
-
-
-def _at_depth(depth: int, column: int, turn: Record) -> int:
-    """Drafts of one turn at a layer of the draft: examined (column 0), accepted (1)."""
-    counts = turn["accepted_by_depth"]
-    return int(counts[depth][column]) if depth < len(counts) else 0
-
-
-def _layers_by_item(turns_of: Mapping[str, Sequence[Record]]) -> dict[str, float]:
-    """Layers per target call of each item, to four digits."""
-    sums = {
-        item: (sum(turn["layers"] for turn in turns), sum(turn["target_calls"] for turn in turns))
-        for item, turns in turns_of.items()
-    }
-    return {item: float(f"{layers / calls:.4g}") for item, (layers, calls) in sums.items() if calls}
-
-
-def _logprob_difference(records: Sequence[Record]) -> float | None:
-    """Largest difference per token between the engine's l(x) and the teacher-forced one."""
-    found = [
-        abs(turn["logprob"] - turn["logprob_engine"]) / turn["new_tokens"]
-        for record in records
-        for turn in record["turns"]
-        if turn["logprob"] is not None and turn["logprob_engine"] is not None and turn["new_tokens"]
-    ]
-    return max(found, default=None)
 
 
 def energy_reason(records: Sequence[Record], energy: Mapping[str, Any]) -> str:

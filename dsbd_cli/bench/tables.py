@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from dsbd_cli.bench.cells import NA, fixed, interval, percent, size
+from dsbd_cli.bench.cells import fixed, interval, percent, size
+from dsbd_cli.bench.circumstances import outliers, sessions, settings, windows
 from dsbd_cli.bench.fronts import shown_arms
 from dsbd_cli.bench.paired_tables import comparisons
 from dsbd_cli.bench.table import ARM, BASE, COUNT, Column, Table, estimate, figure, rounded
@@ -13,8 +14,8 @@ from dsbd_cli.bench.table import ARM, BASE, COUNT, Column, Table, estimate, figu
 Run = Mapping[str, Any]
 
 
-NAMES = ("results", "comparisons", "cost", "memory", "turns", "groups", "depth", "outcomes", "outliers", "settings",
-         "sessions")  # fmt: skip
+NAMES = ("results", "comparisons", "cost", "memory", "turns", "groups", "depth", "outcomes", "outliers", "windows",
+         "settings", "sessions")  # fmt: skip
 
 
 def tables(run: Run) -> Iterator[Table]:
@@ -29,6 +30,7 @@ def tables(run: Run) -> Iterator[Table]:
         depths,
         outcomes,
         outliers,
+        windows,
         settings,
         sessions,
     )
@@ -47,17 +49,22 @@ def results(run: Run) -> Table:
     def speed(entry: Any) -> str:
         return "1 (base)" if entry is BASE else interval(entry, 2)
 
+    batch = run["batch"]
+    seconds = "seconds, prefill included" if batch else "seconds of decoding, without prefill"
+    each = "in the same window" if batch else "on the same item"
     columns = [
         ARM,
         COUNT,
         estimate("score", "score", 2 if rating else 3, f"mean {run['primary'][1]} over items"),
         *([estimate("f1", "F1", 3, "mean F1 over items")] if f1 else []),
         estimate("logprob", "log-prob, nats/token", 3, "raw target log-probability per token of the answers"),
-        estimate("tokens_per_s", "tok/s", None, "tokens of the answer over seconds of decoding, without prefill"),
-        Column("speed", "x base", speed, True, "tokens per second over the baseline's on the same item"),
+        estimate("tokens_per_s", "tok/s", None, f"tokens of the answers over {seconds}"),
+        *([figure("tokens_per_s_in_all", "tok/s in all", "tokens of all answers over the seconds of all windows")]
+          if batch else []),
+        Column("speed", "x base", speed, True, f"tokens per second over the baseline's {each}"),
         Column("speed_of_sums", "x base, sums", lambda v: "1 (base)" if v is BASE else fixed(v, 2),
                meaning="the same from the sums over all items, which long and disturbed answers dominate"),
-        estimate("joules_per_token", "J/token", None, "joules per token of the whole call, with prefill"),
+        estimate("joules_per_token", "J/token", None, "joules per token of whole calls, with prefill"),
         rounded("layers_per_call", "layers/call", 2, "committed layers per target call"),
         Column("accepted", "accepted", percent, meaning="drafts accepted of those examined"),
         rounded("width", "width", 2, "mean draws per layer"),
@@ -75,6 +82,7 @@ def results(run: Run) -> Table:
                 *([arm["f1"]] if f1 else []),
                 arm["logprob_per_token"],
                 arm["tokens_per_s"],
+                *([arm["tokens_per_s"].get("of_sums")] if batch else []),
                 BASE if name == base else speed_entry,
                 BASE if name == base else (speed_entry or {}).get("of_sums"),
                 arm["joules_per_token"],
@@ -86,7 +94,10 @@ def results(run: Run) -> Table:
         )
     marked = [place for place, name in enumerate(run["arms"]) if name == base]
     note = (
-        "Speeds, joules and log-probs are medians over items, scores are means; brackets hold 95 % intervals."
+        "Speeds and joules are medians over windows, log-probs over items, scores are means over items; brackets hold "
+        "95 % intervals."
+        if batch
+        else "Speeds, joules and log-probs are medians over items, scores are means; brackets hold 95 % intervals."
     )
     return Table("results", "Results", columns, rows, note, marked)
 
@@ -118,7 +129,8 @@ def cost(run: Run) -> Table:
         rows.append([name, arm["score"]["value"], arm["perplexity"].get("of_sums"),
                      arm["tokens_per_s"].get("of_sums"), ratios[0],
                      arm["joules_per_token"].get("of_sums"), ratios[1]])  # fmt: skip
-    note = "Perplexity, tokens/s and J/token from the sums over all items; ratios are medians over items."
+    note = "Perplexity, tokens/s and J/token from the sums over all items; ratios are medians over "
+    note += "windows." if run["batch"] else "items."
     return Table("cost", "Cost at a quality", columns, rows, note)
 
 
@@ -221,53 +233,3 @@ def outcomes(run: Run) -> Table:
     rows = [[name, *(counts.get(key, 0) for key in seen)] for name, counts in arms.items()]
     columns = [ARM, *(Column(key, OUTCOMES[key]) for key in seen)]
     return Table("outcomes", "What became of the answers", columns, rows if len(seen) > 1 else [])
-
-
-def outliers(run: Run) -> Table:
-    """Items whose speed ratio lies far from the others': where a clock was disturbed, or the text was."""
-    columns = [
-        Column("item", "item"),
-        ARM,
-        Column("against", "against"),
-        figure("ratio", "x speed"),
-        Column("tokens", "tokens"),
-        figure("seconds", "seconds"),
-        Column("base_tokens", "its tokens"),
-        figure("base_seconds", "its seconds"),
-    ]
-    found = [(entry["arm"], entry["base"], entry["speed"]) for entry in run["against_hf"]]
-    found += [
-        (name, run["baseline"], arm["against_baseline"]["speed"])
-        for name, arm in run["arms"].items()
-        if arm["against_baseline"] and name != run["baseline"]
-    ]
-    rows = [
-        [o["item"], arm, base, o["ratio"], int(o["part"]), o["whole"], int(o["base_part"]), o["base_whole"]]
-        for arm, base, entry in found
-        for o in entry["outliers"]
-    ]
-    note = (
-        "Over 3.5 robust deviations and a factor of 2 from the median item. They count like any other item."
-    )
-    return Table("outliers", "Items that stand out", columns, rows, note)
-
-
-def settings(run: Run) -> Table:
-    """Settings of every arm."""
-    names = list(dict.fromkeys(name for arm in run["arms"].values() for name in arm["settings"]))
-    rows = [[name, *(arm["settings"].get(key, "") for key in names)] for name, arm in run["arms"].items()]
-    return Table("settings", "Settings", [ARM, *(Column(name, name) for name in names)], rows)
-
-
-def sessions(run: Run) -> Table:
-    """Every session's circumstances."""
-    columns = [Column(key, key.replace("_", " ")) for key in (
-        "session", "started", "devices", "cores", "threads", "processes", "load", "load_at_end", "dsbd", "commit",
-        "idle_watts", "command")]  # fmt: skip
-    rows = [
-        [number, s["started"], ", ".join(s["devices"].values()), s.get("usable_cores") or s.get("cores"),
-         s.get("threads"), s.get("processes", 1), s.get("load"), s.get("load_at_end"), s["dsbd"],
-         s["commit"], None if s.get("idle_watts") is None else round(s["idle_watts"]), " ".join(s["command"])]
-        for number, s in enumerate(run["sessions"])
-    ]  # fmt: skip
-    return Table("sessions", "Sessions", columns, [[NA if c is None else c for c in row] for row in rows])

@@ -78,6 +78,8 @@ def summary_text(folder: Path, width: int | None = None) -> str:
         )
         out.write(in_width(models_line(run), width) + "\n")
         out.write(in_width(f"score = {run['primary'][1]}; {energy_line(run)}", width) + "\n")
+        if run["batch"]:
+            out.write(in_width(batch_line(run), width) + "\n")
         for warning in run["warnings"]:
             out.write(in_width(f"note: {warning}", width) + "\n")
         for table in (tables.results(run), tables.turns(run), tables.outcomes(run)):
@@ -100,6 +102,17 @@ def models_line(run: Mapping[str, Any]) -> str:
     session = run["sessions"][-1]
     devices = ", ".join(f"{key}: {value}" for key, value in session["devices"].items())
     return f"{', '.join(parts)}; {devices}; seed {run['seed']}"
+
+
+def batch_line(run: Mapping[str, Any]) -> str:
+    """How many answers shared their forwards, and what figures then are."""
+    sizes = " or ".join(map(str, run["batch"]["at_a_time"]))
+    processes = max(session.get("processes", 1) for session in run["sessions"])
+    each = f", of each of {processes} processes" if processes > 1 else ""
+    return (
+        f"throughput: up to {sizes} answers shared their forwards; speed and energy are those of whole windows of "
+        f"answers, prefill included{each}"
+    )
 
 
 def energy_line(run: Mapping[str, Any]) -> str:

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
+from dsbd_cli.batch import AUTO
 from dsbd_cli.bench.extra import need_extra
 from dsbd_cli.cli.options import Chosen, decoding_options
 from dsbd_cli.cli.output import Out
@@ -102,6 +103,15 @@ def run(
     repeats: Annotated[
         int, typer.Option("--repeats", help="Answers per item and method.", rich_help_panel=RUN)
     ] = 1,
+    batch: Annotated[
+        str,
+        typer.Option(
+            "--batch",
+            help="Answers that share their forwards: 1 measures each by itself, a number or auto the throughput of "
+            "each method (Hugging Face in padded batches).",
+            rich_help_panel=RUN,
+        ),
+    ] = "1",
     out: Annotated[
         Path | None,
         typer.Option(
@@ -147,10 +157,12 @@ def run(
     from dsbd_cli.bench.command import run_bench
     from dsbd_cli.bench.plan import Options, make_plan
     from dsbd_cli.bench.world import is_first_here
+    from dsbd_cli.cli.batch import check_batch
     from dsbd_cli.loading import early
     from dsbd_cli.loading.source import parse_source
 
     need_extra()
+    check_batch(batch)
     team = chosen.team()
     options = Options(
         dataset=dataset,
@@ -161,6 +173,7 @@ def run(
         shots=shots,
         hf_limit=hf_limit,
         repeats=repeats,
+        batch=None if batch == AUTO else int(batch),
         out=out,
         baseline=baseline,
         judge_url=judge_url,

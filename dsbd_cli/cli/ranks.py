@@ -15,6 +15,7 @@ from collections.abc import Callable
 from typing import Any
 
 PATIENCE_S = 10.0
+_said_to: Any = None  # stderr, where this process has been hushed
 
 
 def follower() -> bool:
@@ -28,6 +29,8 @@ def hush() -> None:
     It ends at a SIGTERM wherever it is: the launcher sends one when another process has failed, and this one may be
     waiting for that on its card.
     """
+    global _said_to
+    _said_to = _said_to or sys.stderr
     sys.stdout, sys.stderr = (open(os.devnull, "w", encoding="utf-8") for _ in range(2))  # noqa: SIM115
     if "TORCHELASTIC_RUN_ID" in os.environ:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -47,5 +50,5 @@ def leave(code: int, say: Callable[[str], None], line: str) -> None:
         time.sleep(PATIENCE_S)
     finally:
         signal.signal(signal.SIGTERM, before)
-    sys.stderr = sys.__stderr__
+    sys.stderr = _said_to or sys.stderr
     say(f"rank {os.environ['RANK']}: {line}")

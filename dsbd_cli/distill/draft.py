@@ -150,7 +150,7 @@ def load_shared_draft(folder: Path, target: Any) -> Any:
     try:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         state = dequantised(folder / LAYERS_FILE)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{folder}: not a draft with shared embeddings: {error}") from error
     if config.get("hidden_size") != target.config.hidden_size:
         raise UserError(

@@ -52,7 +52,7 @@ def read_prompts(path: Path) -> list[Prompt]:
             )
             if not text or not isinstance(text, (str, tuple)):
                 raise TypeError
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, RecursionError):
             raise UserError(f'{path}:{number}: expected a JSON object with "prompt" or "messages"') from None
         prompts.append(Prompt(text, str(record.get("set", "prompts")), str(record.get("id", number))))
     if not prompts:

@@ -94,6 +94,8 @@ def generate(
         if method in DRAFTING and draft is None:
             raise UserError(f"{method} needs draft_model=..., or give method='beam'")
         if draft is not None:
+            if not isinstance(draft, torch.nn.Module):
+                raise UserError(f"draft_model must be a loaded model, not a {type(draft).__name__}")
             check_model(draft)
         if streamer is not None and (len(texts) > 1 or options.copies > 1):
             raise UserError("a streamer takes one prompt and one sequence")
@@ -191,11 +193,13 @@ def _output(input_ids: Tensor, config: Any, results: list[Result], options: Opti
 def _filler(config: Any, options: Options) -> int:
     """What stands behind an answer that ended: `pad_token_id`, or the first EOS id as the config has them.
 
-    transformers' beam search takes that EOS for a `pad_token_id` of 0 too.
+    transformers' beam search takes that EOS for a `pad_token_id` of 0 too; one beam is its greedy search, which
+    does not.
     """
     given = config.eos_token_id
     ends = [] if given is None else [int(given)] if isinstance(given, int) else [int(one) for one in given]
     pad = config.pad_token_id
-    if ends and (pad is None or (pad == 0 and options.settings.deterministic)):
+    searched = options.settings.deterministic and options.settings.width > 1
+    if ends and (pad is None or (pad == 0 and searched)):
         return ends[0]
     return 0 if pad is None else int(pad)

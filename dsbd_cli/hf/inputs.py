@@ -11,6 +11,7 @@ from torch import Tensor
 
 from dsbd_cli.decoding import at_home
 from dsbd_cli.errors import UserError
+from dsbd_cli.loading.architecture import tree_refusal, window_of
 
 _CACHES = ("past_key_values", "cache", "cache_params")
 # How a forward is run, not what it computes.
@@ -102,9 +103,18 @@ def _padding(model: Any, input_ids: Tensor, mask: Tensor | None) -> Tensor:
     if not mask[:, -1].all():
         raise UserError("padding on the right is not offered: set padding_side='left' in the tokenizer")
     gaps = bool((mask[:, 1:] < mask[:, :-1]).any())
-    if gaps and "position_ids" not in inspect.signature(model.forward).parameters:
-        raise UserError("attention_mask with gaps inside a prompt is not offered for this model")
+    if gaps and not _closes_gaps(model):
+        raise UserError(
+            f"attention_mask with gaps inside a prompt is not offered for {type(model).__name__} (transformers makes "
+            "one where pad_token_id stands in a prompt: give attention_mask)"
+        )
     return mask
+
+
+def _closes_gaps(model: Any) -> bool:
+    """Whether a hidden token is as good as none: not where order in the cache counts (windows, recurrent state)."""
+    by_position = "position_ids" in inspect.signature(model.forward).parameters
+    return by_position and window_of(model.config) is None and tree_refusal(model.config) is None
 
 
 def _check_positions(ids: Tensor, mask: Tensor, positions: Any, cache_position: Any) -> None:

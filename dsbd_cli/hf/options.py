@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from dsbd_cli.errors import UserError
 from dsbd_cli.hf.call import Call
-from dsbd_cli.settings import ONE_BEAM_METHODS, Settings
+from dsbd_cli.settings import ONE_BEAM_METHODS, Settings, check_value
 
 _EARLY_STOPPING = {None: "heuristic", False: "heuristic", True: "first", "never": "never"}
 _OUTPUTS = ("output_scores", "output_logits", "output_attentions", "output_hidden_states")
@@ -124,6 +124,7 @@ def _width(beams: int, width: int | None, method: str, call: Call, checkpoint: A
         if width not in (None, beams):
             raise UserError(f"num_beams={beams} and width={width} say different things: give one of them")
     if width is not None:
+        check_value("width", width)
         return width
     return beams if beams > 1 else DEFAULT_WIDTH
 

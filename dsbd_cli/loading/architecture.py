@@ -36,6 +36,11 @@ def tree_refusal(config: Any) -> str | None:
     strange = sorted(set(getattr(text, "layer_types", None) or ()) - _ATTENTION)
     if strange:
         return f"{kind} has layers of kind {strange[0]}, which a tree mask does not serve"
+    if window_of(config) is not None and (name := _foreign_window(text)):
+        return (
+            f"the config has {name}={getattr(text, name)}, which {kind} does not know: transformers cuts its cache "
+            "there and masks nothing (remove it from config.json)"
+        )
     return None
 
 
@@ -53,6 +58,16 @@ def window_of(config: Any) -> int | None:
     limit = max_positions_of(config)
     size = min(sizes, default=None)
     return None if size is None or (limit is not None and size >= limit) else size
+
+
+def _foreign_window(text: Any) -> str | None:
+    """The name of a window that the config's own class lacks, as in a config converted from another family."""
+    try:
+        known = type(text)()
+    except Exception:  # a class from outside that cannot do without arguments
+        return None
+    names = ("sliding_window", "attention_chunk_size")
+    return next((name for name in names if getattr(text, name, None) and not hasattr(known, name)), None)
 
 
 def max_positions_of(config: Any) -> int | None:

@@ -112,7 +112,7 @@ def read_json(path: Path, role: str) -> dict[str, Any]:
     size = _refuse_pointer(path, role)
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(
             f"{role} {path} ({size:,} bytes) is not valid JSON ({error}): fetch it again"
         ) from None
@@ -159,6 +159,6 @@ def _safetensors_size(path: Path, size: int) -> int | None:
         try:
             header = json.loads(file.read(length))
             ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
-        except (ValueError, TypeError, KeyError, AttributeError):
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
             return None
     return 8 + length + max(ends, default=0)

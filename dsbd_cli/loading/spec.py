@@ -72,6 +72,8 @@ class PairSpec:
                     f"{_option(name)} must be one of {', '.join(DTYPES)}, not {value!r}{near(value, DTYPES)}"
                 )
             object.__setattr__(self, name, value)
+        if self.draft is not None and not self.draft.strip():
+            raise UserError("draft is empty: name a folder, a hub id or a GGUF file, or leave it out")
         if self.tensor_parallel < 1:
             raise UserError(f"tensor-parallel must be at least 1, not {self.tensor_parallel}")
         if self.tensor_parallel > 1 and (self.device_map or self.quantization):

@@ -14,6 +14,7 @@ import torch
 
 from dsbd_cli.decoding import HfTreeModel, LogitsProcessor, Node, SeededSampler, Trie
 from dsbd_cli.loading import processor
+from dsbd_cli.loading.ready.pair import plain_config
 from dsbd_cli.prices.table import Curve, Prices
 from dsbd_cli.version import __version__
 
@@ -45,10 +46,11 @@ def facts_of(target: HfTreeModel, draft: HfTreeModel | None) -> dict[str, Any]:
 def _facts_of(model: HfTreeModel) -> dict[str, Any]:
     model.require_tree()  # the self-test decides which forward it is
     device = model.device
+    # As a remembered pair has it, so that its second start finds the prices of its first.
     config = {
         name: value
-        for name, value in model.model.config.to_dict().items()
-        if name not in ("_name_or_path", "transformers_version")
+        for name, value in plain_config(model.model.config).items()
+        if name not in ("_name_or_path", "name_or_path", "transformers_version")
     }
     shape = json.dumps(
         [config, sum(one.numel() for one in model.model.parameters())], sort_keys=True, default=str

@@ -19,6 +19,7 @@ from typing import Any
 from dsbd_cli import Decoder, Settings
 from dsbd_cli.batch.run import MEASURED, run_file
 from dsbd_cli.errors import Stopped
+from dsbd_cli.group import ALONE, Group, Team
 
 
 class Loaded:
@@ -33,6 +34,12 @@ class Loaded:
 
     def sources(self) -> dict[str, Any]:
         return {}
+
+    def team(self) -> Team:
+        return Team()
+
+    def meet(self) -> Group:
+        return ALONE
 
     def load(self, **_: Any) -> Decoder:
         return self._decoder

@@ -99,10 +99,16 @@ def test_a_prompt_that_is_refused_does_not_stop_the_others(decoder: Decoder, tmp
     assert [record.get("id") for record in records] == ["a", "b", None]
     assert "no room" in records[1]["error"]
     assert records[2]["text"] is not None
-    # All is done: the same command again has nothing to do, and says so.
+    # All is done: the same command again has nothing to do, and says so; it does not turn into a success.
     told: list[str] = []
-    assert run_file(chosen, source, out, told.append, bar=False) == []
+    with pytest.raises(UserError, match="1 of 3 prompts were refused"):
+        run_file(chosen, source, out, told.append, bar=False)
     assert told == [f"all 3 prompts are done already: {out}"]
+    # Nor does a run that goes on behind the refused one.
+    out.write_bytes(b"".join(out.read_bytes().splitlines(keepends=True)[:2]))
+    with pytest.raises(UserError, match="1 of 3 prompts were refused"):
+        run_file(chosen, source, out, told.append, bar=False)
+    assert len(out.read_text().splitlines()) == 3
 
 
 def test_notes_of_a_prompt_are_in_its_record(decoder: Decoder) -> None:

@@ -124,6 +124,43 @@ def test_without_a_record_another_run_may_take_the_name(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "out.jsonl.run.json").read_text())["seed"] == 5
 
 
+@pytest.mark.parametrize("harm", ["removed", "replaced", "cut", "lengthened"])
+def test_a_file_that_changes_under_a_run_ends_it(tmp_path: Path, harm: str) -> None:
+    path = tmp_path / "out.jsonl"
+    store = opened(path)
+    store.claim(FACTS, True)
+    store.add(0, record(0))
+    if harm in ("removed", "replaced"):
+        path.unlink()
+    if harm == "replaced":
+        path.write_text("mine\n")
+    elif harm != "removed":
+        path.write_bytes(b"" if harm == "cut" else path.read_bytes() * 2)
+    left = path.read_bytes() if path.exists() else None
+    for go_on in (lambda: store.add(1, record(1)), store.finish):
+        with pytest.raises(RunError, match=r"out\.jsonl was (removed|changed)"):
+            go_on()
+    store.close()
+    assert (path.read_bytes() if path.exists() else None) == (None if harm == "cut" else left)
+
+
+def test_brackets_too_deep_are_no_record_and_no_sidecar(tmp_path: Path) -> None:
+    path, deep = tmp_path / "out.jsonl", b"[" * 200_000
+    store = opened(path)
+    store.claim(FACTS, True)
+    store.add(0, record(0))
+    store.add_line(deep)
+    store.close()
+    again = opened(path)
+    assert again.done == {0}
+    again.close()
+    (tmp_path / "out.jsonl.run.json").write_bytes(deep)
+    again = opened(path)
+    with pytest.raises(UserError, match="move it away"):
+        again.claim(FACTS, True)
+    again.close()
+
+
 def test_a_second_writer_is_refused(tmp_path: Path) -> None:
     store = opened(tmp_path / "out.jsonl")
     with pytest.raises(UserError, match="another dsbd"):

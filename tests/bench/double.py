@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from dsbd_cli.bench.arms import Arm
-from dsbd_cli.bench.measure import Answer
+from dsbd_cli.bench.measure import Answer, Cost
 from dsbd_cli.bench.plan import Options, Plan, make_plan
 from dsbd_cli.bench.prompting import Prompter
 from dsbd_cli.cli.options import Chosen
@@ -45,6 +45,7 @@ class FakeBackend:
     ) -> None:
         self.say, self.stop_after, self.error = say, stop_after, error or KeyboardInterrupt()
         self.calls: list[tuple[str, int, int]] = []
+        self.windows: list[tuple[str, int, int]] = []
         self.name, self.per_token = "fake", 0.0
         self.meter = EnergyMeter([])
 
@@ -101,6 +102,26 @@ class FakeBackend:
 
     def logprob(self, prompt_ids: Sequence[int], token_ids: Sequence[int]) -> float | None:
         return self.per_token * len(token_ids)
+
+    def at_a_time(self, batch: int | None) -> int:
+        return batch or 3
+
+    def answer_many(
+        self, arm: Arm, prompts: Sequence[Sequence[int]], seeds: Sequence[int], at_a_time: int, seen: Any
+    ) -> tuple[list[Answer], Cost]:
+        """The same texts; a window lasts as long as its answers one by one over how many share a forward."""
+        self.windows.append((arm.name, len(prompts), at_a_time))
+        answers = [self.answer(arm, ids, seed) for ids, seed in zip(prompts, seeds, strict=True)]
+        wall = sum(answer.wall_s or 0.0 for answer in answers) / at_a_time
+        for count, answer in enumerate(answers, 1):
+            answer.wall_s = answer.prefill_s = answer.decode_s = None
+            seen(count)
+        return answers, Cost(wall, 2.0 * len(answers), {"fake": 2.0}, None, 7)
+
+    def logprobs(
+        self, prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[int]]
+    ) -> list[float | None]:
+        return [self.logprob(*pair) for pair in zip(prompts, answers, strict=True)]
 
     def facts(self) -> dict[str, Any]:
         model = {"name": self.name, "dtype": "float32", "device": "cpu", "weights": "0"}

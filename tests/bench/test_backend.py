@@ -8,7 +8,7 @@ import time
 import pytest
 
 from dsbd_cli.bench.arms import Arm, build_arms
-from dsbd_cli.bench.measure import PairBackend
+from dsbd_cli.bench.backend import PairBackend
 from dsbd_cli.bench.methods import parse_methods
 from dsbd_cli.decoder import Decoder
 from dsbd_cli.settings import Settings
@@ -64,6 +64,16 @@ def test_the_engines_log_probability_is_the_teacher_forced_one(random_pair, meth
         assert forced < 0
         if not method.startswith("hf-"):
             assert answer.logprob_engine == pytest.approx(forced, abs=1e-3)
+
+
+def test_an_answer_that_several_arms_give_is_forced_once(random_pair, monkeypatch):
+    asked = []
+    monkeypatch.setattr(
+        "dsbd_cli.bench.logprobs.answer_logprob", lambda _, *ids: asked.append(ids) or float(len(asked))
+    )
+    found = [random_pair.logprob(*ids) for ids in (([5, 6], [7]), ([5, 6], [8]), ([5, 6], [7]), ([5], [7]))]
+    assert found == [1.0, 2.0, 1.0, 3.0]
+    random_pair.logprob([9], [])  # what was made up here is forgotten
 
 
 @pytest.mark.parametrize("method", METHODS)

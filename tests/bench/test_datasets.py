@@ -199,11 +199,23 @@ def test_a_file_of_prompts(tmp_path):
         ('{"prompt": "x", "references": []}', "'references'"),
         ('{"prompt": "x", "id": "a"}\n{"prompt": "y", "id": "a"}', "twice"),
         ("", "no prompts"),
+        pytest.param("[" * 200_000, "line 1: not JSON", id="too deep"),
+        pytest.param(
+            '{"prompt": "x"}\n{"prompt": "x", "id": ' + "9" * 5000 + "}", "line 2: not JSON", id="digits"
+        ),
+        (r'{"prompt": "x", "id": "\ud800"}', "line 1: holds half a surrogate pair"),
+        (r'{"prompt": "x\uD83D"}', "line 1: holds half a surrogate pair"),
     ],
 )
 def test_faults_of_a_file_of_prompts(tmp_path, content, words):
     with pytest.raises(UserError, match=words):
         plain.load(write(tmp_path / "mine.jsonl", content))
+
+
+def test_escapes_that_are_whole_pairs_are_text(tmp_path):
+    loaded = plain.load(write(tmp_path / "mine.jsonl", r'{"prompt": "\ud83d\ude42 \\ud800"}'))
+    assert loaded.items[0].text([]) == "\N{SLIGHTLY SMILING FACE} \\ud800"
+    assert loaded.digest()
 
 
 def test_an_unknown_data_set_is_refused_with_the_near_one(tmp_path):

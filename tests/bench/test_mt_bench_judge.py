@@ -126,6 +126,9 @@ class Stub(BaseHTTPRequestHandler):
             return self.send(int(model), {"error": {"message": "quota"}})
         if model == "broken":
             return self.send(200, {"hello": 1})
+        if model == "parts":
+            parts = [{"type": "text", "text": "Rating: [[6]]"}]
+            return self.send(200, {"choices": [{"message": {"content": parts}, "finish_reason": "stop"}]})
         if model == "page":
             self.send_response(200)
             self.send_header("Content-Type", "text/html")
@@ -191,6 +194,7 @@ def test_replies(stub, questions, prompts, model, value, reason):
         ("slow", "no reply within"),
         ("broken", "not a chat completion"),
         ("page", "not a chat completion"),
+        ("parts", "not a chat completion"),
     ],
 )
 def test_what_did_not_reach_the_judge_is_no_rating(stub, questions, prompts, model, reason):

@@ -90,6 +90,16 @@ def difference_of_yes_no(rng, n):
     return paired_difference(x, np.zeros(n), yes_no=True), won - lost
 
 
+def difference_of_graded(rng, n):
+    """F1 against F1: half the items alike, the others mostly 0 or 1 and now and then between."""
+    tied = rng.random(n) < 0.5
+    one, two = (
+        np.where(rng.random(n) < 0.3, rng.uniform(0, 1, n), (rng.random(n) < p).astype(float))
+        for p in (0.5, 0.35)
+    )
+    return paired_difference(np.where(tied, 0, one - two), np.zeros(n)), 0.5 * 0.7 * 0.15
+
+
 INTERVALS = (tokens_per_second, speed_up, log_prob_per_token, share_of_drafts, yes_no, graded, rating,
              difference, difference_with_ties, difference_of_yes_no)  # fmt: skip
 
@@ -104,6 +114,11 @@ def test_every_interval_covers_the_truth_in_93_to_97_of_100_samples(draw, n):
 @pytest.mark.parametrize("n", [6, 8, 12, 25, 50, 100])
 def test_disturbed_clocks_leave_the_coverage_as_it_is(n):
     assert 93 <= coverage(heavy_tails, n, 4000, 12) <= 97
+
+
+@pytest.mark.parametrize(("n", "least"), [(3, 88), (8, 90), (12, 93), (25, 93), (50, 93), (100, 93)])
+def test_differences_of_f1_among_few_items_cover_less_as_the_docs_say(n, least):
+    assert least <= coverage(difference_of_graded, n, 3000, 11) <= 97
 
 
 def test_one_disturbed_item_makes_no_headline():

@@ -9,7 +9,7 @@ from dsbd_cli.bench.methods import SWEEPABLE, parse_methods
 from dsbd_cli.bench.sweep import label_of, parse_sweep, points
 from dsbd_cli.errors import UserError
 from dsbd_cli.setting_text import parse_setting
-from dsbd_cli.settings import Settings
+from dsbd_cli.settings import FIELDS, Settings
 
 
 def arms(methods, given=None, sweeps=(), base=None):
@@ -55,7 +55,8 @@ IMPOSSIBLE = [("temperature", "nan"), ("temperature", "inf"), ("temperature", "-
               ("gamma", "-1"), ("min_width", "0"), ("threshold", "nan"), ("threshold", "0"), ("threshold", "inf"),
               ("length_penalty", "nan"), ("length_penalty", "99"), ("max_new_tokens", "-1"), ("verify", "papr"),
               ("draws", "idd"), ("width_rule", "papr"), ("kv", "two"), ("forest", "wood"), ("prices", "dear"),
-              ("early_stopping", "soon"), ("tree", "0"), ("tree", "99x99")]  # fmt: skip
+              ("early_stopping", "soon"), ("lookup", "-1"), ("forest_nodes", "-1"),
+              ("tree", "0"), ("tree", "99x99")]  # fmt: skip
 
 
 @pytest.mark.parametrize(("name", "value"), IMPOSSIBLE)
@@ -90,7 +91,41 @@ def test_a_grid_is_full_and_several_are_united_without_doubles():
     grids = [parse_sweep("gamma=2,3 threshold=none,0.9"), parse_sweep("gamma=2,4")]
     assert len(points(grids, "dsbd", "dsbd")) == 6
     assert points(grids, "speculative", "speculative") == [{"gamma": 2}, {"gamma": 3}, {"gamma": 4}]
-    assert points(grids, "beam", "beam") == []
+    assert points(grids, "multinomial", "multinomial") == []
+
+
+def test_plain_beams_take_the_width_that_p_alone_decides():
+    both = ["draws=iid,distinct threshold=none,0.9"]
+    assert names(arms("beam", sweeps=both)) == [
+        "beam", "beam draws=distinct threshold=none", "beam draws=distinct threshold=0.9",
+    ]  # fmt: skip
+    made, notes = arms("beam", sweeps=["width_rule=distinct threshold=0.8 min_width=1", "threshold=0.7"])
+    assert made[1].settings == Settings(method="beam", threshold=0.8, width_rule="distinct", min_width=1)
+    assert notes == [
+        "beam: 1 settings of the sweep are left out: plain beams have no forest, so that a threshold needs "
+        "draws=distinct or width_rule=distinct"
+    ]
+    (plain,), _ = arms("beam", {"draws": "distinct", "threshold": 0.9, "width": 6})
+    assert plain.settings == Settings(method="beam", draws="distinct", threshold=0.9, width=6)
+    assert plain.shown()["threshold"] == 0.9
+
+
+def test_a_threshold_that_needs_a_forest_is_not_shown_at_beams():
+    made, _ = arms("beam,dsbd", {"threshold": 0.9, "min_width": 1})
+    assert [arm.settings.threshold for arm in made] == [None, 0.9]
+    assert [arm.settings.min_width for arm in made] == [2, 1]
+    preset = Settings(threshold=0.9, width_rule="paper", min_width=3)
+    assert arms("beam", base=preset)[0][0].settings == Settings(method="beam")
+    with pytest.raises(UserError, match="threshold means nothing to the methods of this run"):
+        arms("beam", {"threshold": 0.9})
+    with pytest.raises(UserError, match="none of its settings can be run: plain beams have no forest"):
+        arms("beam", sweeps=["threshold=0.9"])
+
+
+def test_every_decoding_option_of_generate_reaches_a_method():
+    """What cannot be swept is where the prompt comes from, how it ends and which answer is shown."""
+    elsewhere = {"method", "seed", "num_return", "stop", "system", "raw"}
+    assert set(SWEEPABLE) | elsewhere == set(FIELDS)
 
 
 def test_a_method_only_multiplies_by_what_it_reads():

@@ -13,6 +13,7 @@ from dsbd_cli.errors import UserError
 from dsbd_cli.hf import forget
 from dsbd_cli.hf.kept import decoder_for, kept
 from tests import builders
+from tests.hf.states import tiny
 
 
 @pytest.fixture(scope="module")
@@ -100,7 +101,7 @@ def test_what_stands_behind_an_answer_that_ended(pair: tuple[Any, Any]) -> None:
     filled = 0
     for pad, ends in ((0, [9, 4, 2, 17]), (None, [17, 2, 9, 4, 20])):
         config = {"attention_mask": mask, "pad_token_id": pad, "eos_token_id": ends, "max_new_tokens": 12}
-        for method, beams in (("beam", 3), ("dsbd", 3), ("multinomial", 1)):
+        for method, beams in (("beam", 3), ("dsbd", 3), ("multinomial", 1), ("beam", 1), ("dsbd", 1)):
             ours = target.generate(
                 ids,
                 custom_generate=dsbd_cli.generate,
@@ -113,6 +114,23 @@ def test_what_stands_behind_an_answer_that_ended(pair: tuple[Any, Any]) -> None:
             rows = ours[:, ids.shape[1] :].tolist()
             filled += len({next((i for i, one in enumerate(row) if one in ends), 12) for row in rows}) > 1
     assert filled >= 4
+
+
+def test_gaps_in_a_mask_are_refused_where_order_in_the_cache_counts() -> None:
+    """A window counts hidden tokens; transformers hides those equal to `pad_token_id` in a prompt without a mask."""
+    ids = torch.tensor([[7, 12, 36, 3, 16, 23, 17, 13, 35, 9, 27]])
+    run: dict[str, Any] = {
+        "method": "multinomial",
+        "max_new_tokens": 6,
+        "pad_token_id": 3,
+        "do_sample": False,
+    }
+    with pytest.raises(UserError, match="pad_token_id"):
+        tiny("mistral", 0, sliding_window=8).generate(ids, custom_generate=dsbd_cli.generate, **run)
+    model = tiny("mistral", 0)
+    ours = model.generate(ids, custom_generate=dsbd_cli.generate, **run)
+    del run["method"]
+    assert ours.tolist() == model.generate(ids, **run).tolist()
 
 
 def test_changed_weights_are_noticed(pair: tuple[Any, Any]) -> None:
@@ -151,6 +169,8 @@ def test_changed_weights_are_noticed(pair: tuple[Any, Any]) -> None:
         ({"max_time": 1.0}, "MaxTime"),
         ({"draft_model": None}, "draft_model"),
         ({"width": 0}, "width"),
+        ({"width": "3"}, "width must be a whole number"),
+        ({"draft_model": "gpt2"}, "draft_model must be a loaded model"),
         ({"method": "magic"}, "magic"),
         ({"output_scores": True, "return_dict_in_generate": True}, "output_scores"),
     ],

@@ -24,6 +24,8 @@ from tests.builders import rand
         ("gpt_neo", {}, "gpt_neo builds its own causal mask"),
         ("t5", {}, "t5 is an encoder-decoder model"),
         ("qwen3_next", {}, "qwen3_next keeps recurrent state"),
+        ("llama", {"sliding_window": 64}, "the config has sliding_window=64, which llama does not know"),
+        ("gpt2", {"attention_chunk_size": 9}, "the config has attention_chunk_size=9, which gpt2 does not"),
     ],
 )
 def test_refused_by_name(kind, options, said):

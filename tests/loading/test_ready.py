@@ -17,6 +17,7 @@ from dsbd_cli.loading import PairSpec, load_pair
 from dsbd_cli.loading.ready import file
 from dsbd_cli.loading.ready import pair as ready
 from dsbd_cli.loading.ready.tokenizer import ReadyTokenizer, faithful, stored_form
+from dsbd_cli.prices.measure import facts_of
 from dsbd_cli.settings import Settings
 from tests import builders
 
@@ -102,6 +103,17 @@ def test_what_is_not_plain_is_loaded_in_full(
 
 def test_models_of_the_hub_are_asked_for_as_ever() -> None:
     assert ready.load(PairSpec("owner/name")) is None
+
+
+def test_prices_of_the_first_start_are_those_of_the_second(spec: PairSpec) -> None:
+    """Two tables of one machine would be two texts under one seed, and the time to measure twice."""
+    full = Decoder(load_pair(spec))
+    first = facts_of(full.target, full.draft)
+    assert remembered(spec)
+    pair = ready.load(spec)
+    assert pair is not None
+    again = Decoder(pair)
+    assert facts_of(again.target, again.draft) == first
 
 
 def test_the_self_test_is_not_run_again(spec: PairSpec, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 from dsbd_cli.errors import UserError
 from dsbd_cli.paths import refuse_special
+from dsbd_cli.settings import broken
 
 _LFS = b"version https://git-lfs"
 
@@ -30,10 +31,7 @@ def read_text(path: Path) -> str:
 
 def read_json(path: Path) -> Any:
     """One JSON document."""
-    try:
-        return json.loads(read_text(path))
-    except json.JSONDecodeError as error:
-        raise UserError(f"{path}: line {error.lineno}: not JSON ({error.msg})") from None
+    return _parsed(read_text(path), str(path), lines=True)
 
 
 def read_jsonl(path: Path) -> list[tuple[int, dict[str, Any]]]:
@@ -43,14 +41,25 @@ def read_jsonl(path: Path) -> list[tuple[int, dict[str, Any]]]:
     for number, line in enumerate(read_text(path).split("\n"), 1):
         if not line.strip():
             continue
-        try:
-            record = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise UserError(f"{path}: line {number}: not JSON ({error.msg})") from None
+        record = _parsed(line, f"{path}: line {number}")
         if not isinstance(record, dict):
             raise UserError(f"{path}: line {number}: must be an object, not {type(record).__name__}")
         records.append((number, record))
     return records
+
+
+def _parsed(text: str, where: str, *, lines: bool = False) -> Any:
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError as error:
+        line = f" line {error.lineno}:" if lines else ""
+        raise UserError(f"{where}:{line} not JSON ({error.msg})") from None
+    except (ValueError, RecursionError) as error:  # a number of too many digits, brackets too deep
+        raise UserError(f"{where}: not JSON that can be read ({error})") from None
+    # Only an escape can bring one into UTF-8 text.
+    if "\\ud" in text.lower() and broken(json.dumps(value, ensure_ascii=False)):
+        raise UserError(f"{where}: holds half a surrogate pair, which is no text: mend its encoding")
+    return value
 
 
 def text_of(record: Mapping[str, Any], key: str, where: str) -> str:

@@ -164,6 +164,8 @@ class Judge:
             )
             choice = response.choices[0]
             reply, ended = choice.message.content or "", choice.finish_reason
+            if not isinstance(reply, str):
+                raise TypeError(reply)
         except openai.APITimeoutError:
             raise JudgeAway(f"no reply within {self.timeout_s:g} s") from None
         except openai.APIStatusError as error:

@@ -7,6 +7,7 @@ everything else is out of the way. The records here are those of `native/whole.h
 from __future__ import annotations
 
 import ctypes
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -107,6 +108,7 @@ class WholeForward:
         if place is not None and found is None:
             self.keep(place)
         self._memory = torch.empty(0, dtype=torch.uint8)
+        self._one = threading.Lock()  # Python's own is not held meanwhile, and the memory is one
         self._pools: tuple[Any, int, Any, Any] = (None, 0, None, None)
 
     def _layout(self) -> str:
@@ -187,6 +189,12 @@ class WholeForward:
 
         Without a mask the nodes are the last tokens of a prompt that fills slots 1, 2, ... in order.
         """
+        with self._one:
+            return self._computed(cache, ids, positions, mask, keep)
+
+    def _computed(
+        self, cache: KVBuffer, ids: Tensor, positions: Tensor, mask: Tensor | None, keep: Tensor | int
+    ) -> Tensor:
         count = len(ids)
         x = self._embed(ids).to(self.dtype)
         cos, sin = self._turn(x, positions, cache.capacity)

@@ -16,7 +16,7 @@ from dsbd_cli.decoding.model.protocol import Demand, Engine, Need, TreeModel
 from dsbd_cli.decoding.tree.events import Iteration, Layer
 from dsbd_cli.decoding.tree.sequences import Hypotheses, Trie
 from dsbd_cli.prices import Acceptance, Prices, distinct_beams
-from dsbd_cli.settings import DEFAULT_TREE, DRAFTING, ONE_BEAM_METHODS, Settings
+from dsbd_cli.settings import DEFAULT_TREE, DRAFTING, ONE_BEAM_METHODS, Settings, width_from_target
 
 
 def processor_of(settings: Settings) -> LogitsProcessor:
@@ -49,8 +49,7 @@ def draws_distinct(settings: Settings) -> bool:
 
 def width_rule_of(settings: Settings) -> ThresholdWidth | DistinctWidth | None:
     """The rule for W_L, or None for W in every layer. The paper's needs a forest; `distinct` looks at p alone."""
-    named = settings.width_rule
-    own = named == "distinct" or (named == "auto" and settings.draws == "distinct")
+    own = width_from_target(settings)
     if settings.deterministic or settings.method not in (("dsbd", "beam") if own else ("dsbd",)):
         return None
     return width_rule(settings.width, settings.min_width, settings.threshold, own)

@@ -93,7 +93,7 @@ def remember(
         "verdicts": verdicts,
         "models": {
             role: {
-                "config": _plain_config(loaded.model.config),
+                "config": plain_config(loaded.model.config),
                 "numbers": llama.numbers_of(loaded.model),
                 "dtype": str(loaded.dtype).removeprefix("torch."),
                 "max_positions": loaded.max_positions,
@@ -212,7 +212,7 @@ def _code_sum() -> str:
     return digest.hexdigest()[:16]
 
 
-def _plain_config(config: Any) -> dict[str, Any]:
+def plain_config(config: Any) -> dict[str, Any]:
     """A config's values as JSON has them; what JSON has not is left out."""
     values = {}
     for name, value in config.to_dict().items():
