@@ -20,6 +20,10 @@ from tests.builders import rand, says
 DSBD = str(Path(sys.executable).with_name("dsbd"))
 
 
+# One process of the suite runs them all: they share runs of the bench.
+pytestmark = pytest.mark.xdist_group("bench runs")
+
+
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory):
     folder = tmp_path_factory.mktemp("pair")
