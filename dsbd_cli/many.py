@@ -352,7 +352,7 @@ class Batch:
         root, top_n = member.trie.root, top_n_needed(settings, len(member.trie.eos_ids))
         target = self._buffers.target.admit(plan.ids, root, size, top_n)
         draft = None
-        if target is not None and plan.drafts and self._pays(settings, target.rows.size):
+        if target is not None and plan.drafts and self._pays(settings, target.logits.size):
             assert self._buffers.draft is not None
             draft = self._buffers.draft.admit(plan.ids, root, size, draft_processor(settings).top_n)
             if draft is None:
@@ -449,7 +449,7 @@ class Batch:
         demand = demand_of(member.settings, member.draft is not None)
         draft = self._buffers.draft if member.draft is not None else None
         eos = tuple(sorted(member.trie.eos_ids))
-        top_n = member.target.rows.size, 0 if member.draft is None else member.draft.rows.size
+        top_n = member.target.logits.size, 0 if member.draft is None else member.draft.logits.size
         key = demand, top_n, draft is None
         pipelines = self._buffers.pipelines
         if key not in pipelines:

@@ -74,13 +74,13 @@ def test_history_stays_in_the_caches(chatty: str, monkeypatch: pytest.MonkeyPatc
                      Settings(seed=3, max_new_tokens=12, deterministic=True)):  # fmt: skip
         decoder = Decoder.from_pair(chatty, chatty)
         begins: list[int] = []
-        plan: Any = decoder.target.pool.prompt_plan
+        plan: Any = decoder.target.tree.prompt_plan
 
         def spy(begin: int, end: int, plan: Any = plan, begins: list[int] = begins) -> Any:
             begins.append(begin)
             return plan(begin, end)
 
-        monkeypatch.setattr(decoder.target.pool, "prompt_plan", spy)
+        monkeypatch.setattr(decoder.target.tree, "prompt_plan", spy)
         session = Session(decoder, settings, quiet=True)
         session.take("one")
         assert session.last is not None

@@ -42,7 +42,7 @@ class DraftRequest:
         draft: plan over the beams (all of them) and what the draft has missed of them.
         beams: places of the beams in that plan.
         target: plan over the beams that the target has not computed, and their missing ancestors.
-        beam_rows: the beams' mask rows in the target's pool.
+        beam_rows: the beams' mask rows in the target's tree.
         scores: the beams' log weights.
         position: of the beams' tokens.
         draft_space, target_space: for (gamma - 1) x W_S and gamma x W_S nodes, layer by layer.
@@ -97,9 +97,9 @@ class DraftIteration:
         eos_ids: Sequence[int], device: torch.device, clock: OverlapClock,
     ) -> None:  # fmt: skip
         self.target, self.draft = target, draft
-        assert target.pool is not None
-        assert draft.pool is not None
-        self._target_pool, self._draft_pool = target.pool, draft.pool
+        assert target.tree is not None
+        assert draft.tree is not None
+        self._target_pool, self._draft_pool = target.tree, draft.tree
         self.draft_width, self.gamma, self.width, self.processor = draft_width, gamma, width, processor
         self._law = TorchLaw()
         self._eos = torch.tensor(eos_ids, dtype=torch.long, device=device)
@@ -114,7 +114,7 @@ class DraftIteration:
         )
 
     def reserve(self) -> tuple[Reservation, Reservation]:
-        """Space in the draft's pool and in the target's."""
+        """Space in the draft's tree and in the target's."""
         count = self.gamma * self.draft_width
         return self._draft_pool.reserve(count - self.draft_width), self._target_pool.reserve(count)
 
@@ -128,7 +128,7 @@ class DraftIteration:
         draft, target = self._draft_pool, self._target_pool
         spaces = self.reserve()
         nothing = np.zeros((0, 0), dtype=bool)
-        plans = [Plan([], [], [], [], [], nothing, pool.slots.used) for pool in (draft, target)]
+        plans = [Plan([], [], [], [], [], nothing, tree.slots.used) for tree in (draft, target)]
         # One beam behind the spare slot: its nodes lie in reserved space, which is given back.
         request = DraftRequest(plans[0], [0], plans[1], [0], [0.0], 0, *spaces, None)
         try:

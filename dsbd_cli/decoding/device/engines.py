@@ -234,12 +234,12 @@ class Engines:
     def _kept(self, key: tuple[Any, ...], make: Callable[[], _Iteration]) -> _Iteration:
         """The iteration of `key` (kind, target's side, draft's side, ...), or a new one.
 
-        Every one holds memory: let go are those of pools that are no more, then those used longest ago.
+        Every one holds memory: let go are those of trees that are no more, then those used longest ago.
         """
-        pools = [side and side.pool for side in key[1:3]]
+        trees = [side and side.tree for side in key[1:3]]
         for old in list(self._iterations):
-            others = (side and side.pool for side in old[1:3])
-            if any(mine and other and mine is not other for mine, other in zip(pools, others, strict=True)):
+            others = (side and side.tree for side in old[1:3])
+            if any(mine and other and mine is not other for mine, other in zip(trees, others, strict=True)):
                 del self._iterations[old]
         found: Any = self._iterations.pop(key, None) or make()
         while len(self._iterations) >= _MOST_ITERATIONS:
@@ -266,7 +266,7 @@ def _why_not(target: HfTreeModel, draft: HfTreeModel | None, demand: Demand) -> 
     """What keeps these models' forwards from being captured as one; None where nothing does."""
     if not target.captured or (draft is not None and not draft.captured):
         return "one of the models is not captured" if draft is not None else "the model is not captured"
-    if not target.rows.size:
+    if not target.logits.size:
         return "full logits are needed"
     if draft is None:
         return None
@@ -275,7 +275,7 @@ def _why_not(target: HfTreeModel, draft: HfTreeModel | None, demand: Demand) -> 
     if target.device != draft.device:
         return "the models are on different devices"
     least = demand.draft_width if demand.draft_processor is None else 1
-    if min(draft.rows.size, draft.vocab_size) < least:
+    if min(draft.logits.size, draft.vocab_size) < least:
         return "full logits are needed"
     return None
 

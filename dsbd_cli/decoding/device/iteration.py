@@ -32,12 +32,12 @@ class Space(NamedTuple):
 
     Attributes:
         target, draft: the places.
-        pools: the trees.
+        trees: the trees.
     """
 
     target: Reservation
     draft: Reservation | None
-    pools: tuple[TreeCache, TreeCache | None]
+    trees: tuple[TreeCache, TreeCache | None]
 
     @classmethod
     def of(cls, layout: CoverLayout, target: TreeCache, draft: TreeCache | None) -> Space:
@@ -50,7 +50,7 @@ class Space(NamedTuple):
 
     def release(self) -> None:
         """Give it back."""
-        target, draft = self.pools
+        target, draft = self.trees
         target.release(self.target)
         if draft is not None and self.draft is not None:
             draft.release(self.draft)
@@ -229,7 +229,7 @@ class CoverIteration:
 
         Args:
             tokens, scores: of the beams, the score their log weight.
-            rows, draft_rows: their parents' mask rows in either pool; `draft_rows` empty without a draft.
+            rows, draft_rows: their parents' mask rows in either tree; `draft_rows` empty without a draft.
             position: of the beams' tokens.
         """
         fields, count = self.layout.state, len(tokens)
@@ -253,10 +253,10 @@ class CoverIteration:
             return torch.from_numpy(block)
         bits = block.view(np.float64)
         spaces = [request.space for request in requests]
-        pools = [space.target for space in spaces], [space.pools[0] for space in spaces]
-        self._put(block, rows, pools, fields.target_slots, fields.target_rows, fields.begin, fields.used)
+        trees = [space.target for space in spaces], [space.trees[0] for space in spaces]
+        self._put(block, rows, trees, fields.target_slots, fields.target_rows, fields.begin, fields.used)
         if self.draft is not None:
-            reserved = [space.draft for space in spaces], [space.pools[1] for space in spaces]
+            reserved = [space.draft for space in spaces], [space.trees[1] for space in spaces]
             self._put(
                 block, rows, reserved, fields.draft_slots, fields.draft_rows, fields.draft_begin, fields.draft_used
             )  # fmt: skip
@@ -276,11 +276,11 @@ class CoverIteration:
         block: np.ndarray, rows: list[int], parts: Any, slots: Field, mask_rows: Field, begin: Field, used: Field
     ) -> None:  # fmt: skip
         """Where each request's nodes go in one model's tree."""
-        spaces, pools = parts
+        spaces, trees = parts
         block[rows, slots.at] = [space.slots for space in spaces]
         block[rows, mask_rows.at] = [space.mask_rows for space in spaces]
-        block[rows, begin.at.start] = [pool.begin for pool in pools]
-        block[rows, used.at.start] = [pool.slots.used for pool in pools]
+        block[rows, begin.at.start] = [tree.begin for tree in trees]
+        block[rows, used.at.start] = [tree.slots.used for tree in trees]
 
     def _empty(self) -> np.ndarray:
         """What stands for a request where there is none: one beam behind nothing, in the spare slot and row."""
@@ -310,11 +310,11 @@ class CoverIteration:
         self.captures.valid_for(*(side.stores.pointers() for side in sides))
         seen = []
         for i, side in enumerate(sides):
-            if side.pool is None:
+            if side.tree is None:
                 seen.append(side.stores.masks.table.shape[1])
                 continue
-            pools = [pool for space in spaces if (pool := space.pools[i]) is not None] or [side.pool]
-            used = max(pool.slots.used for pool in pools)
+            trees = [tree for space in spaces if (tree := space.trees[i]) is not None] or [side.tree]
+            used = max(tree.slots.used for tree in trees)
             seen.append(slots_to_see(side.forward, used, side.stores.cache.capacity))
         return tuple(seen)
 

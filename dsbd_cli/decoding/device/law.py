@@ -65,7 +65,7 @@ class DeviceLaw(Protocol):
     def catch_up_masks(
         self, masks: TreeMasks, state: Tensor, layout: CoverLayout, slots: Tensor, rows: Tensor
     ) -> Tensor:
-        """Mask rows of the beams' parents and of the beams in the draft's pool, entered into the table.
+        """Mask rows of the beams' parents and of the beams in the draft's tree, entered into the table.
 
         Beams stand below their parent where the draft lacks it (`missing`), else below its own row.
 

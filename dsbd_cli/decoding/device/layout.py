@@ -49,9 +49,9 @@ class StateFields(NamedTuple):
     Attributes:
         token: of each beam.
         score: float64, log weight; -inf where there is no beam.
-        row: the parent's mask row in the target's pool.
-        draft_row: the parent's in the draft's pool, if the draft has computed it.
-        above, above_row: the parent's token and the grandparent's mask row in the draft's pool, if not.
+        row: the parent's mask row in the target's tree.
+        draft_row: the parent's in the draft's tree, if the draft has computed it.
+        above, above_row: the parent's token and the grandparent's mask row in the draft's tree, if not.
         first: the first beam with the same parent.
         missing: [1], 1 if the draft has not computed the parents.
         position: [1], of the beams' tokens.
@@ -177,7 +177,7 @@ class CoverLayout:
         drawn: M, where the forest is draws of q that are accepted or not (W = W_S = 1); 0 where it is the most
             probable continuations.
         numbers: random numbers that a layer has: W, and where a draw is tested one for that and one to draw with.
-        nodes, draft_nodes: places that a request needs in either pool.
+        nodes, draft_nodes: places that a request needs in either tree.
         window: layers that uniforms are sent for: this iteration's and those of the one before it.
         state, request, forest, verified: the fields. outcome holds forest and verified.
         state_size, request_size, outcome_size: columns of each block.
@@ -231,7 +231,7 @@ class DraftRequestFields(NamedTuple):
 
     Attributes:
         draft_plan, target_plan: [7, N] (`graphs.pad`), the beams and what each model has missed of them.
-        beams, beam_rows: [W], places of the beams in the draft's plan, and their rows in the target's pool.
+        beams, beam_rows: [W], places of the beams in the draft's plan, and their rows in the target's tree.
         scores: float64 [W], log weights; -inf where there is no beam.
         position: [1], of the beams' tokens.
         draft_slots, draft_rows: [(gamma - 1) x W_S], reserved, by layers. target_slots, target_rows:

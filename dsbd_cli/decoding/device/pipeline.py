@@ -196,9 +196,9 @@ class Pipeline:
         beams = request.hypotheses.active
         if not self._usable or None not in self._lanes or not isinstance(request.sampler, SeededSampler):
             return None
-        if any(node in model.pool for model in models for node in beams):
+        if any(node in model.tree for model in models for node in beams):
             return None
-        if not all(node.parent is not None and node.parent in seat.target.pool for node in beams):
+        if not all(node.parent is not None and node.parent in seat.target.tree for node in beams):
             return None
         layout, drafting = self._iteration.layout, None
         uniforms = _Uniforms(request.sampler, layout.numbers)
@@ -206,7 +206,7 @@ class Pipeline:
             if not isinstance(request.draft_sampler, SeededSampler):
                 return None
             drafting = _Uniforms(request.draft_sampler, layout.gamma * layout.draft_width)
-        rules = _rules(request, seat.target.pool.prompt_length - 1 + request.trie.budget)
+        rules = _rules(request, seat.target.tree.prompt_length - 1 + request.trie.budget)
         places = [*beams, *[None] * (request.width - len(beams))]
         lane = _Lane(
             seat, request, seat.target, seat.draft, commit, uniforms, drafting, rules, None, deepest, places
@@ -315,16 +315,16 @@ class Pipeline:
         above = [node.parent for node in beams if node.parent is not None]
         draft_rows: list[int] = []
         if lane.draft is not None:
-            pool = lane.draft.pool
-            if lacking := [node for node in dict.fromkeys(above) if node not in pool]:
+            tree = lane.draft.tree
+            if lacking := [node for node in dict.fromkeys(above) if node not in tree]:
                 lane.draft.forward(lacking)
-            draft_rows = [pool.mask_row(node) for node in above]
+            draft_rows = [tree.mask_row(node) for node in above]
         return self._iteration.state_of(
             [node.token for node in beams],
             [node.score for node in beams],
-            [lane.target.pool.mask_row(node) for node in above],
+            [lane.target.tree.mask_row(node) for node in above],
             draft_rows,
-            lane.target.pool.position(beams[0]),
+            lane.target.tree.position(beams[0]),
         )
 
     def _launch_ahead(self) -> None:
@@ -358,10 +358,10 @@ class Pipeline:
                     sent.append(None)
                     continue
                 space = Space.of(
-                    self._iteration.layout, lane.target.pool, None if lane.draft is None else lane.draft.pool
+                    self._iteration.layout, lane.target.tree, None if lane.draft is None else lane.draft.tree
                 )
                 parts.append(_Part(lane, space))
-                origin = lane.target.pool.position(lane.request.hypotheses.active[0])
+                origin = lane.target.tree.position(lane.request.hypotheses.active[0])
                 ahead = lane.uniforms.ahead(self._iteration.layout.window)
                 drafting = None
                 if lane.drafting is not None:
@@ -411,7 +411,7 @@ class Pipeline:
         for depth, layer in enumerate(outcome.sampled):
             for i, parent in enumerate(above):
                 if parent is not None and not layer.finite[i]:
-                    raise lane.target.rows.fail(parent)
+                    raise lane.target.logits.fail(parent)
             uniforms.use()
             draws = []
             for p, token, logp in zip(layer.parent, layer.token, layer.logp, strict=True):
@@ -505,7 +505,7 @@ class Pipeline:
             if not places:
                 break
             if not all(drafted.finite[i] for i in places):
-                raise lane.draft.rows.fail(next(node for node in parents if node is not None))
+                raise lane.draft.logits.fail(next(node for node in parents if node is not None))
             if stopped:
                 # Below a stop string the device went on: what it found elsewhere still counts.
                 tokens = zip(
@@ -526,7 +526,7 @@ class Pipeline:
         layout = self._iteration.layout
         # The next iteration computes its beams itself.
         computed = {node: place for node, place in done.computed.items() if node.depth < done.depth}
-        target, draft = part.space.pools
+        target, draft = part.space.trees
         target.commit(part.space.target, computed)
         if draft is None or part.space.draft is None:
             return
@@ -569,7 +569,7 @@ class Seat:
         leaves = list(leaves)
         for model in (self.target, self.draft):
             if model is not None:
-                model.pool.retain(leaves)
+                model.tree.retain(leaves)
 
 
 def _rules(request: Request, last: int) -> Rules:

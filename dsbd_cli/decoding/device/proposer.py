@@ -93,7 +93,7 @@ class CapturedProposer:
     # Before and after the device's part.
 
     def _request(self, beams: list[Node]) -> DraftRequest:
-        draft, target, iteration = self._draft.pool, self._target.pool, self._iteration
+        draft, target, iteration = self._draft.tree, self._target.tree, self._iteration
         spaces = self._spaces = iteration.reserve()
         drafted = draft.missing(beams)  # known beams too: their logits are needed there, anew
         missed = target.missing([node for node in beams if not self._target.has_logits(node)])
@@ -114,13 +114,13 @@ class CapturedProposer:
 
     def _roll_back(self) -> None:
         """Give back what was reserved; the planned nodes were not computed, so they go too."""
-        self._draft.pool.release(self._spaces[0])
-        self._target.pool.release(self._spaces[1])
+        self._draft.tree.release(self._spaces[0])
+        self._target.tree.release(self._spaces[1])
         self._draft.roll_back(self._drafted)
         self._target.roll_back(self._missed)
 
     def _committed(self, beams: list[Node], answer: Answer) -> Forest:
-        """The forest that came back; both pools and the target's logits know its nodes."""
+        """The forest that came back; both trees and the target's logits know its nodes."""
         width, gamma = self._iteration.draft_width, self._iteration.gamma
         layers: list[DraftLayer] = []
         found: dict[Node, int] = {}  # nodes that may be asked about, and their places in the reserved space
@@ -129,7 +129,7 @@ class CapturedProposer:
             places = [i for i, parent in enumerate(parents) if parent is not None]
             nodes = [node for node in parents if node is not None]
             if not all(drafted.finite[i] for i in places):
-                raise self._draft.rows.fail(nodes[0])
+                raise self._draft.logits.fail(nodes[0])
             layer, parents = layer_of(self._trie, places, nodes, drafted)
             layers.append(layer)
             found |= {node: depth * width + i for i, node in enumerate(parents) if node is not None}
@@ -138,10 +138,10 @@ class CapturedProposer:
             if stopped or not any(node is not None for node in parents):
                 break
         offset = len(self._missed)
-        self._target.rows.put_best(self._missed, answer.rows, range(offset))
-        self._target.rows.put_best(list(found), answer.rows, [offset + place for place in found.values()])
-        self._target.pool.commit(self._spaces[1], found)
+        self._target.logits.put_best(self._missed, answer.rows, range(offset))
+        self._target.logits.put_best(list(found), answer.rows, [offset + place for place in found.values()])
+        self._target.tree.commit(self._spaces[1], found)
         small = (gamma - 1) * width  # the last layer is not computed by the draft
         forwarded = {node: place for node, place in found.items() if place < small}
-        self._draft.pool.commit(self._spaces[0], forwarded)
+        self._draft.tree.commit(self._spaces[0], forwarded)
         return Forest(layers, computed=True)

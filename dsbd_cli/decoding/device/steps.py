@@ -1,4 +1,4 @@
-"""What every captured iteration is made of: forwards over a pool."""
+"""What every captured iteration is made of: forwards over a tree."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def forward_many(side: Side, nodes: Nodes, begins: Tensor, used: Tensor, sees: i
     """
     cache, mask = side.stores.cache, nodes.mask[:, :sees]
     slots = nodes.slots
-    if side.pool is None:
+    if side.tree is None:
         slots = slots + begins.repeat_interleave(len(slots) // len(begins))
         if not side.forward.reads_length:
             mask, sees = _flat(mask, begins, side.stores), side.stores.cache.capacity

@@ -57,11 +57,11 @@ def seen_inside(bits: Tensor) -> Tensor:
 
 
 class GraphForward:
-    """Runs plans over `pool` with `forward`, captured.
+    """Runs plans over `tree` with `forward`, captured.
 
     Args:
         forward: `hf.HfForward` or `llama.LlamaForward`.
-        pool: whose buffers the captures point to; when they grow, everything is captured anew.
+        tree: whose buffers the captures point to; when they grow, everything is captured anew.
         vocab: columns of the head that count.
         device: where to run.
         clock: the model's.
@@ -71,9 +71,9 @@ class GraphForward:
     """
 
     def __init__(
-        self, forward: Any, pool: TreeCache, vocab: int, device: torch.device, clock: OverlapClock
+        self, forward: Any, tree: TreeCache, vocab: int, device: torch.device, clock: OverlapClock
     ) -> None:
-        self.forward, self.pool, self.vocab = forward, pool, vocab
+        self.forward, self.tree, self.vocab = forward, tree, vocab
         self.captures = Captures(device, clock, breaks=(forward,))
 
     def launch(self, plan: Plan, count: int) -> InFlight:
@@ -96,8 +96,8 @@ class GraphForward:
         return outputs[1][: len(plan)]
 
     def _key(self, plan: Plan, size: int) -> tuple[int, int, int]:
-        self.captures.valid_for(self.pool.stores.pointers())
-        return node_bucket(len(plan)), slots_to_see(self.forward, plan.used, self.pool.cache.capacity), size
+        self.captures.valid_for(self.tree.stores.pointers())
+        return node_bucket(len(plan)), slots_to_see(self.forward, plan.used, self.tree.cache.capacity), size
 
     def _packed(self, plan: Plan, nodes: int) -> Tensor:
         return torch.from_numpy(pad(plan, nodes))
@@ -105,8 +105,8 @@ class GraphForward:
     def _steps(self, inputs: Tensor, nodes: int, slots: int, size: int) -> list[Tensor]:
         """The forward itself, on tensors of fixed shapes: best entries, logits."""
         ids, positions, where, rows, base, bits, used = inputs
-        mask = self.pool.masks.extend(base, rows, where, seen_inside(bits))
-        cache = self.pool.cache
+        mask = self.tree.masks.extend(base, rows, where, seen_inside(bits))
+        cache = self.tree.cache
         cache.slots, cache.used, cache.spans = where, slots, (Span(0, nodes, 0, slots),)
         cache.begins, cache.length = torch.zeros_like(used[:1]), used[:1]
         logits = self.forward(cache, ids, positions, mask[:, :slots], 0)

@@ -1,4 +1,4 @@
-"""A Hugging Face causal LM as a `TreeModel`: one tree, one key/value pool, one forward a call.
+"""A Hugging Face causal LM as a `TreeModel`: one tree, its keys and values, one forward a call.
 
 One module, since prompts, forwards and what is kept of them work on the same cache and the same logits.
 """
@@ -55,11 +55,11 @@ class HfTreeModel:
     Attributes:
         calls: forwards since the last `prefill`, that one left out.
         notes: what a user should know about how this model was run.
-        pool, rows: the tree it has computed, and the logits of its nodes.
+        tree, logits: the tree it has computed, and the logits of its nodes.
         clock: how much of the consumer's time the device works.
     """
 
-    pool: TreeCache
+    tree: TreeCache
 
     def __init__(
         self,
@@ -91,7 +91,7 @@ class HfTreeModel:
         self.max_positions = max_positions or getattr(model, "max_positions", None) or context_limit(module)
         self.calls = 0
         self.notes: list[str] = []
-        self.rows = LogitStore(f"the {role} model ({self.name})", self.dtype, self.vocab_size)
+        self.logits = LogitStore(f"the {role} model ({self.name})", self.dtype, self.vocab_size)
         self.clock = OverlapClock()
         self.graphs: GraphForward | None = None
         self._short_of_memory = False
@@ -155,13 +155,13 @@ class HfTreeModel:
             self._forward.keep(place)
 
     def _use(self, forward: Forward) -> None:
-        """Compute with `forward` from now on, in a new pool."""
+        """Compute with `forward` from now on, in a new tree."""
         self._forward = forward
         # Buffers that grow cost a capture its pointers: start large where forwards are captured.
         slots, rows = _CAPTURED_SIZES if self._capture else _SIZES
-        self.pool = TreeCache.alone(slots, rows, forward.dtype, self.device)
+        self.tree = TreeCache.alone(slots, rows, forward.dtype, self.device)
         if self._capture:
-            self.graphs = GraphForward(forward, self.pool, self.vocab_size, self.device, self.clock)
+            self.graphs = GraphForward(forward, self.tree, self.vocab_size, self.device, self.clock)
 
     def _no_graphs(self, reason: str) -> None:
         self._capture, self.graphs, self._why_no_graphs = False, None, reason
@@ -191,15 +191,15 @@ class HfTreeModel:
 
     def side(self) -> Side:
         """What captured iterations need of this model."""
-        top_n = min(self.rows.size, self.vocab_size)
-        return Side(self._forward, self.pool.stores, self.vocab_size, top_n, self.pool)
+        top_n = min(self.logits.size, self.vocab_size)
+        return Side(self._forward, self.tree.stores, self.vocab_size, top_n, self.tree)
 
     # What the run reports.
 
     @property
     def max_depth(self) -> int | None:
         """Depth of the deepest node that the context limit leaves room for."""
-        length = self.pool.prompt_length
+        length = self.tree.prompt_length
         limit = self.limit_for(length)
         return None if limit is None else limit - length
 
@@ -231,11 +231,11 @@ class HfTreeModel:
     @property
     def slots_peak(self) -> int:
         """Most slots in use at a time since the last `prefill` began."""
-        return self.pool.slots.peak
+        return self.tree.slots.peak
 
     @property
     def bytes_per_slot(self) -> int:
-        return self.pool.cache.bytes_per_slot
+        return self.tree.cache.bytes_per_slot
 
     @property
     def bytes_peak(self) -> int:
@@ -243,7 +243,7 @@ class HfTreeModel:
 
     @property
     def bytes_allocated(self) -> int:
-        return self.pool.cache.capacity * self.bytes_per_slot
+        return self.tree.cache.capacity * self.bytes_per_slot
 
     def assumed_prices(self, draft: HfTreeModel) -> Prices | None:
         """Prices where none are measured: from the bytes that the forwards read and the kind of forward.
@@ -276,29 +276,29 @@ class HfTreeModel:
             torch.cuda.current_stream(self.device).synchronize()
         self._in_flight, self._short_of_memory = None, False
         self.clock.idle()
-        if self.rows.tainted:
+        if self.logits.tainted:
             # Masked keys and values have weight 0, but 0 x NaN is NaN: leave nothing of a broken run.
-            self.pool.cache.clear()
+            self.tree.cache.clear()
         long, before = self._border is not None and not self._below(len(ids)), self._long
         self._long = long
-        kept = self.pool.shared_prefix(ids) if reuse and not self.rows.tainted and long == before else []
-        self.pool.start(ids, root, kept)
-        self.rows.start(top_n)
+        kept = self.tree.shared_prefix(ids) if reuse and not self.logits.tainted and long == before else []
+        self.tree.start(ids, root, kept)
+        self.logits.start(top_n)
         self.calls = 0
         logits = torch.zeros(0)
         # Beyond a border of rope factors every part of the prompt has to see its whole length.
         chunk = len(ids) if long else _CHUNK
         for begin in range(len(kept), len(ids), chunk):
-            plan = self.pool.prompt_plan(begin, min(begin + chunk, len(ids)))
+            plan = self.tree.prompt_plan(begin, min(begin + chunk, len(ids)))
             slots = torch.tensor(plan.slots, device=self.device)
             end = begin + len(plan)
-            if self._forward.needs_no_mask(begin) and self.pool.straight(end):
+            if self._forward.needs_no_mask(begin) and self.tree.straight(end):
                 mask = None
-                self.pool.masks.see(plan.mask_rows[0], slots)
+                self.tree.masks.see(plan.mask_rows[0], slots)
             else:
-                mask = self.pool.masks.causal(plan.mask_rows[0], slots)
+                mask = self.tree.masks.causal(plan.mask_rows[0], slots)
             logits = self._compute(plan, slots, mask, 1)
-        keep_logits(self.rows, [root], logits)
+        keep_logits(self.logits, [root], logits)
 
     @torch.inference_mode()
     def forward(self, nodes: Iterable[Node]) -> None:
@@ -309,45 +309,45 @@ class HfTreeModel:
     @torch.inference_mode()
     def begin(self, nodes: Iterable[Node]) -> None:
         """Launch what `forward` will be asked for next, if it is captured: then nothing is waited for."""
-        if self.captured and self.rows.size:
+        if self.captured and self.logits.size:
             self._launch(nodes)
 
     def _launch(self, nodes: Iterable[Node]) -> None:
         # In order, not as a set: slots follow it, and sums over slots round by their order.
-        wanted = dict.fromkeys(node for node in nodes if node not in self.rows)
+        wanted = dict.fromkeys(node for node in nodes if node not in self.logits)
         if not wanted:
             return
-        batch = self.pool.missing(wanted)
+        batch = self.tree.missing(wanted)
         keep = [i for i, node in enumerate(batch) if node in wanted]
-        plan = self.pool.plan(batch)
+        plan = self.tree.plan(batch)
         if not self._replay(plan, batch, keep):
             base, rows, slots = torch.tensor([plan.base, plan.mask_rows, plan.slots], device=self.device)
             inside = torch.from_numpy(plan.inside).to(self.device)
-            mask = self.pool.masks.extend(base, rows, slots, inside)
+            mask = self.tree.masks.extend(base, rows, slots, inside)
             head = 0 if len(keep) == len(batch) else torch.tensor(keep, device=self.device)
-            keep_logits(self.rows, [batch[i] for i in keep], self._compute(plan, slots, mask, head))
+            keep_logits(self.logits, [batch[i] for i in keep], self._compute(plan, slots, mask, head))
         self.calls += 1
 
     def has_logits(self, node: Node) -> bool:
-        return node in self.rows
+        return node in self.logits
 
     def joint(self, parents: Sequence[Node], scores: Sequence[float], processor: LogitsProcessor) -> Support:
-        return self.rows.joint(parents, scores, processor)
+        return self.logits.joint(parents, scores, processor)
 
     def best(self, node: Node, count: int) -> tuple[np.ndarray, np.ndarray]:
-        return self.rows.best(node, count)
+        return self.logits.best(node, count)
 
     def log_row(self, node: Node) -> Tensor:
         """A known node's whole row, float32 [V] on the device (`top_n` 0 only)."""
-        return self.rows.whole(node)
+        return self.logits.whole(node)
 
     def retain(self, leaves: Iterable[Node]) -> None:
-        self.rows.keep(self.pool.retain(leaves))
+        self.logits.keep(self.tree.retain(leaves))
 
     def roll_back(self, nodes: Sequence[Node]) -> None:
         """Undo the planning of `nodes` that were not computed after all."""
-        self.pool.roll_back(nodes)
-        self.rows.forget(nodes)
+        self.tree.roll_back(nodes)
+        self.logits.forget(nodes)
 
     # Inside.
 
@@ -357,10 +357,10 @@ class HfTreeModel:
             return False
         nodes = [batch[i] for i in keep]
         try:
-            if self.rows.size:
-                self._in_flight = self.graphs.launch(plan, self.rows.size), nodes, keep, len(plan)
+            if self.logits.size:
+                self._in_flight = self.graphs.launch(plan, self.logits.size), nodes, keep, len(plan)
             else:
-                keep_logits(self.rows, nodes, self.graphs.logits(plan)[keep])
+                keep_logits(self.logits, nodes, self.graphs.logits(plan)[keep])
         except TooLarge:
             return False
         except CannotCapture as error:
@@ -380,11 +380,11 @@ class HfTreeModel:
             return
         flight, nodes, keep, count = self._in_flight
         self._in_flight = None
-        self.rows.put_best(nodes, self.graphs.wait(flight, count), keep)
+        self.logits.put_best(nodes, self.graphs.wait(flight, count), keep)
 
     def _compute(self, plan: Plan, slots: Tensor, mask: Tensor | None, head: Tensor | int) -> Tensor:
         """Logits [K, V'] of the nodes that `head` names."""
-        cache = self.pool.cache
+        cache = self.tree.cache
         cache.slots, cache.used, cache.spans = slots, plan.used, (Span(0, len(plan), 0, plan.used),)
         if self._forward.reads_length:
             cache.begins, cache.length = torch.tensor([[0], [plan.used]], device=self.device)

@@ -60,7 +60,7 @@ class PathModel:
         self.calls = 0
         self.notes: list[str] = []
         self.clock = OverlapClock()
-        self.rows = LogitStore(f"the {role} model ({name})", model.dtype, vocab_size)
+        self.logits = LogitStore(f"the {role} model ({name})", model.dtype, vocab_size)
         self._ids: list[int] = []
         self._prompt = 0
         self._steps = _Steps(model, device)
@@ -96,35 +96,35 @@ class PathModel:
     def prefill(self, ids: Sequence[int], root: Node, *, top_n: int = 0, reuse: bool = True) -> None:
         """Start behind the prompt `ids`; nothing is taken over from the last one."""
         self.require_tree()
-        self.rows.start(top_n)
+        self.logits.start(top_n)
         self.calls = 0
         self._ids, self._prompt = list(ids), len(ids)
-        keep_logits(self.rows, [root], self._steps.begin(self._ids))
+        keep_logits(self.logits, [root], self._steps.begin(self._ids))
 
     @torch.inference_mode()
     def forward(self, nodes: Iterable[Node]) -> None:
         """Compute the one sequence that goes on."""
-        wanted = list(dict.fromkeys(node for node in nodes if node not in self.rows))
+        wanted = list(dict.fromkeys(node for node in nodes if node not in self.logits))
         if not wanted:
             return
         (node,) = wanted
         self._ids.append(node.token)
         if len(self._ids) != self._prompt + node.depth:
             raise ValueError("one sequence, token by token")
-        keep_logits(self.rows, [node], self._steps.extend(self._ids))
+        keep_logits(self.logits, [node], self._steps.extend(self._ids))
         self.calls += 1
 
     def has_logits(self, node: Node) -> bool:
-        return node in self.rows
+        return node in self.logits
 
     def joint(self, parents: Sequence[Node], scores: Sequence[float], processor: LogitsProcessor) -> Support:
-        return self.rows.joint(parents, scores, processor)
+        return self.logits.joint(parents, scores, processor)
 
     def best(self, node: Node, count: int) -> tuple[np.ndarray, np.ndarray]:
-        return self.rows.best(node, count)
+        return self.logits.best(node, count)
 
     def retain(self, leaves: Iterable[Node]) -> None:
-        self.rows.keep(set(leaves))
+        self.logits.keep(set(leaves))
 
     @torch.inference_mode()
     def _runs_cached(self) -> bool:

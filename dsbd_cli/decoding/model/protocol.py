@@ -86,7 +86,7 @@ class Side:
     Attributes:
         forward: its forward (`hf.HfForward` and its like).
         stores: its buffers.
-        pool: the one tree in them; None: many requests share them.
+        tree: the one tree in them; None: many requests share them.
         vocab: columns of its head that count.
         top_n: entries that are kept of a row of logits, at most those.
     """
@@ -95,7 +95,7 @@ class Side:
     stores: Stores
     vocab: int
     top_n: int
-    pool: TreeCache | None = None
+    tree: TreeCache | None = None
 
 
 @dataclass(frozen=True)

@@ -33,29 +33,29 @@ class RequestModel:
 
     Attributes:
         calls: forwards that served this request, prefill left out.
-        pool, rows: its tree, and the logits of its nodes.
+        tree, logits: its tree, and the logits of its nodes.
     """
 
     def __init__(
-        self, shared: SharedModel, pool: TreeCache, ids: Sequence[int], root: Node, top_n: int
+        self, shared: SharedModel, tree: TreeCache, ids: Sequence[int], root: Node, top_n: int
     ) -> None:
-        self.shared, self.pool = shared, pool
+        self.shared, self.tree = shared, tree
         self.model = shared.model
         self.root, self.ids = root, list(ids)
         self.calls = 0
-        self.rows = LogitStore(self.model.rows.name, self.model.dtype, self.model.vocab_size)
-        self.rows.start(top_n)
-        pool.start(ids, root)
+        self.logits = LogitStore(self.model.logits.name, self.model.dtype, self.model.vocab_size)
+        self.logits.start(top_n)
+        tree.start(ids, root)
 
     @property
     def max_depth(self) -> int | None:
-        limit = self.model.limit_for(self.pool.prompt_length)
-        return None if limit is None else limit - self.pool.prompt_length
+        limit = self.model.limit_for(self.tree.prompt_length)
+        return None if limit is None else limit - self.tree.prompt_length
 
     @property
     def slots_peak(self) -> int:
         """Most slots in use at a time."""
-        return self.pool.slots.peak
+        return self.tree.slots.peak
 
     def reads(self, node: Node) -> bool:
         return self.model.reads(node)
@@ -72,16 +72,16 @@ class RequestModel:
         """Nothing: whoever serves the requests decides when a forward runs."""
 
     def has_logits(self, node: Node) -> bool:
-        return node in self.rows
+        return node in self.logits
 
     def joint(self, parents: Sequence[Node], scores: Sequence[float], processor: LogitsProcessor) -> Support:
-        return self.rows.joint(parents, scores, processor)
+        return self.logits.joint(parents, scores, processor)
 
     def best(self, node: Node, count: int) -> tuple[np.ndarray, np.ndarray]:
-        return self.rows.best(node, count)
+        return self.logits.best(node, count)
 
     def retain(self, leaves: Iterable[Node]) -> None:
-        self.rows.keep(self.pool.retain(leaves))
+        self.logits.keep(self.tree.retain(leaves))
 
     @property
     def bytes_peak(self) -> int:
@@ -89,12 +89,12 @@ class RequestModel:
 
     @property
     def bytes_per_slot(self) -> int:
-        return self.pool.cache.bytes_per_slot
+        return self.tree.cache.bytes_per_slot
 
     @property
     def bytes_allocated(self) -> int:
         """Of its region."""
-        return self.pool.slots.capacity * self.bytes_per_slot
+        return self.tree.slots.capacity * self.bytes_per_slot
 
     @property
     def notes(self) -> list[str]:
@@ -103,8 +103,8 @@ class RequestModel:
 
     def leave(self) -> None:
         """The request is over: its region is free."""
-        self.pool.close()
-        self.shared.regions.give(self.pool.begin)
+        self.tree.close()
+        self.shared.regions.give(self.tree.begin)
 
 
 class _Part(NamedTuple):
@@ -208,7 +208,7 @@ class SharedModel:
 
     def _whole(self, requests: list[RequestModel]) -> None:
         """Whole prompts in one forward."""
-        plans = [request.pool.prompt_plan(0, len(request.ids)) for request in requests]
+        plans = [request.tree.prompt_plan(0, len(request.ids)) for request in requests]
         spans, slots = self._spans(plans), self._slots(plans)
         for plan in plans:
             self.stores.masks.see(plan.mask_rows[0], torch.tensor(plan.slots, device=self.model.device))
@@ -220,7 +220,7 @@ class SharedModel:
         count = len(request.ids)
         for begin in range(0, count, _CHUNK):
             with torch.inference_mode():
-                plan = request.pool.prompt_plan(begin, min(begin + _CHUNK, count))
+                plan = request.tree.prompt_plan(begin, min(begin + _CHUNK, count))
                 own = torch.tensor(plan.slots, device=self.model.device)
                 mask = None
                 if self._forward.takes_spans and self._forward.needs_no_mask(begin):
@@ -229,7 +229,7 @@ class SharedModel:
                     mask = self.stores.masks.causal(plan.mask_rows[0], own)
                 logits = self._run([plan], self._spans([plan]), self._slots([plan]), mask, 1)
                 if begin + len(plan) == count:
-                    keep_logits(request.rows, [request.root], logits)
+                    keep_logits(request.logits, [request.root], logits)
             yield
 
     @torch.inference_mode()
@@ -239,11 +239,11 @@ class SharedModel:
         for need in needs:
             request = need.model
             assert isinstance(request, RequestModel)
-            wanted = dict.fromkeys(node for node in need.nodes if node not in request.rows)
+            wanted = dict.fromkeys(node for node in need.nodes if node not in request.logits)
             if wanted:
-                batch = request.pool.missing(wanted)
+                batch = request.tree.missing(wanted)
                 keep = [i for i, node in enumerate(batch) if node in wanted]
-                parts.append(_Part(request, request.pool.plan(batch), [batch[i] for i in keep], keep))
+                parts.append(_Part(request, request.tree.plan(batch), [batch[i] for i in keep], keep))
         if not parts:
             return
         masks = [self._mask(part.plan) for part in parts]
@@ -254,15 +254,15 @@ class SharedModel:
 
     def _keep(self, requests: Sequence[RequestModel], nodes: Sequence[list[Node]], logits: Tensor) -> None:
         """Cache what will be asked of these requests' nodes, whose logits come in order; one copy to the host."""
-        sizes = [request.rows.size for request in requests]
+        sizes = [request.logits.size for request in requests]
         best = top_logits(logits, self.model.vocab_size, max(sizes)) if all(sizes) else None
         at = 0
         for request, own in zip(requests, nodes, strict=True):
             end = at + len(own)
             if best is not None:
-                request.rows.put_best(own, best, range(at, end))
+                request.logits.put_best(own, best, range(at, end))
             else:
-                keep_logits(request.rows, own, logits[at:end])
+                keep_logits(request.logits, own, logits[at:end])
             at = end
 
     def _mask(self, plan: Plan) -> Tensor:

@@ -137,7 +137,7 @@ def told(models: Trees, settings: Settings, seed: int, **more: Any) -> Any:
         draws = getattr(event, "draws", None)
         events.append([node.tokens() for node in (event.active if draws is None else draws)])
         events.append(getattr(event, "verdicts", None))
-    live = [model.pool.slots.live for model in models]
+    live = [model.tree.slots.live for model in models]
     return events, [node.tokens() for node in run.hypotheses.ranking()], models[0].calls, live
 
 
@@ -155,7 +155,7 @@ def said(run: Run) -> list[list[int]]:
 
 def reserved(model) -> int:
     """Slots of a model's cache that are reserved for nodes not known yet."""
-    return sum(len(each.slots) for each in model.pool._reservations)
+    return sum(len(each.slots) for each in model.tree._reservations)
 
 
 def interpreted(law: DeviceLaw, device: torch.device) -> bool:

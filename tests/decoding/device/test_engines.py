@@ -152,10 +152,10 @@ def test_iterations_of_pools_that_are_no_more_are_let_go(pair):
     models = trees(pair, True)
     told(models, settings_of("cover"), 0)
     for model in models:
-        model.pool = type(model.pool).alone(2048, 512, model.dtype, model.device)
+        model.tree = type(model.tree).alone(2048, 512, model.dtype, model.device)
     told(models, settings_of("cover", gamma=2), 0)
     (iteration,) = models.engines._iterations.values()
-    assert iteration.target.pool is models[0].pool
+    assert iteration.target.tree is models[0].tree
 
 
 def test_sizes_beyond_a_law_go_to_the_next(pair, monkeypatch):

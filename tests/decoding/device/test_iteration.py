@@ -71,7 +71,7 @@ def test_two_requests_in_one_iteration_are_two_iterations_of_one(pair, law, draf
     root = Trie(lambda node: None, EOS, 40).root
     for model in models:
         model.prefill(PROMPT, root, top_n=8)
-    pools = [model.pool for model in models]
+    pools = [model.tree for model in models]
     starts = [(1, [30, 31, 32], [-0.5, -1.0, -2.0], 0.05), (2, [40, 41], [-0.1, -3.0], 0.1)]
     both, one = (made(models, law, requests, drafted) for requests in (2, 1))
     layers, rounds = 0, 2 if interpreted(law, device) else 3

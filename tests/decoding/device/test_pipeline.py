@@ -135,7 +135,7 @@ def test_what_the_device_decided_is_there_for_a_prompt_that_goes_on(pair, way):
         fresh = trees(pair, True)
         rows = []
         for target, reuse in ((models[0], True), (fresh[0], False)):
-            shared = len(target.pool.shared_prefix(prompt)) if reuse else 0
+            shared = len(target.tree.shared_prefix(prompt)) if reuse else 0
             root = Node(-1, None)
             target.prefill(prompt, root, top_n=10, reuse=reuse)
             rows.append((shared, *target.best(root, 10)))
@@ -151,7 +151,7 @@ def test_pipelined_iterations_go_on_through_growing_buffers(pair, monkeypatch):
     for graphs in (True, None):
         models = trees(pair, graphs)
         for model in models:
-            model.pool = type(model.pool).alone(16, 4, model.dtype, model.device)
+            model.tree = type(model.tree).alone(16, 4, model.dtype, model.device)
         texts.append(said(finished(models, settings, 2, budget=80, eos=[])))
     assert texts[0] == texts[1]
     # A memory whose captures are all gone cannot be captured into again.
@@ -260,14 +260,14 @@ def test_nothing_leaks_from_what_was_reserved(pair, way, stop):
             for model, nodes in zip(models, known, strict=True):
                 node = leaf
                 while node.parent is not None:
-                    if node in model.pool:
+                    if node in model.tree:
                         nodes.add(node)
                     node = node.parent
         for model, nodes in zip(models, known, strict=True):
             # The next iteration is in flight: its plan is entered, its forest has reserved space.
             held = reserved(model)
-            assert model.pool.slots.live - held == len(PROMPT) + len(nodes)
-            rows = model.pool.masks.table.shape[0]
-            assert rows - 1 - len(model.pool.masks._free) - held == len(model.pool._open)
+            assert model.tree.slots.live - held == len(PROMPT) + len(nodes)
+            rows = model.tree.masks.table.shape[0]
+            assert rows - 1 - len(model.tree.masks._free) - held == len(model.tree._open)
     assert iterations > 5
     assert not any(reserved(model) for model in models)

@@ -86,14 +86,14 @@ def test_tree_forward_is_path_by_path_through_hundreds_of_rounds(tmp_path, name,
             leaves = [child for leaf in leaves for child in children(rng, leaf, 1)]  # not computed yet
         tree.retain(leaves)
         depth = max(leaf.depth for leaf in leaves)
-        assert tree.pool.slots.live <= len(ids) + 3 * depth
+        assert tree.tree.slots.live <= len(ids) + 3 * depth
         if depth > 60:
             tree.prefill(ids, root := Node(-1, None))
             leaves = [root]
-    assert tree.pool.slots.capacity <= (2048 if replayed else 512)
+    assert tree.tree.slots.capacity <= (2048 if replayed else 512)
     assert not tree.notes
     tree.prefill(ids, Node(-1, None))
-    assert tree.pool.slots.live == len(ids)
+    assert tree.tree.slots.live == len(ids)
 
 
 def test_live_slots_are_exactly_the_nodes_of_the_kept_paths(tmp_path):
@@ -111,10 +111,10 @@ def test_live_slots_are_exactly_the_nodes_of_the_kept_paths(tmp_path):
             while node.parent is not None:
                 kept.add(node)
                 node = node.parent
-        assert tree.pool.slots.live == 3 + len(kept)
+        assert tree.tree.slots.live == 3 + len(kept)
         # Rows and mask rows are held for the leaves and the root alone.
-        assert set(tree.rows) == {*leaves, root}
-    assert tree.slots_peak >= tree.pool.slots.live
+        assert set(tree.logits) == {*leaves, root}
+    assert tree.slots_peak >= tree.tree.slots.live
     assert tree.bytes_peak == tree.slots_peak * 2 * 2 * 32 * 4  # layers, keys and values, width, float32
 
 
@@ -141,7 +141,7 @@ def test_the_next_turn_reuses_prompt_and_answer(tmp_path):
     turn = [*ids, good.token, last.token, 9, 8]
     tree.prefill(turn, root := Node(-1, None))
     assert computed == [2]
-    assert tree.pool.slots.live == len(turn)
+    assert tree.tree.slots.live == len(turn)
     assert (tree.log_row(root) - plain(model, turn)).abs().max() < 1e-4
     node = children(rng, root, 1)[0]
     tree.forward([node])
@@ -150,7 +150,7 @@ def test_the_next_turn_reuses_prompt_and_answer(tmp_path):
     for again in (turn, ids[:7]):
         tree.prefill(again, root := Node(-1, None))
         assert (tree.log_row(root) - plain(model, again)).abs().max() < 1e-4
-        assert tree.pool.slots.live == len(again)
+        assert tree.tree.slots.live == len(again)
     assert computed == [2, 1, 1, 1]
 
 
