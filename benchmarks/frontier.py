@@ -31,10 +31,12 @@ from benchmarks.kit.frontier import plot, table
 from benchmarks.kit.results import Results, read
 from dsbd_cli.bench import context
 from dsbd_cli.bench.arms import Arm
+from dsbd_cli.bench.backend import PairBackend
 from dsbd_cli.bench.datasets import load_dataset
 from dsbd_cli.bench.datasets.shots import DEFAULT_SHOTS, load_shots
-from dsbd_cli.bench.hf import answer_logprob, config_of
-from dsbd_cli.bench.measure import PairBackend, seed_of
+from dsbd_cli.bench.hf import config_of
+from dsbd_cli.bench.logprobs import answer_logprob
+from dsbd_cli.bench.measure import seed_of
 from dsbd_cli.bench.plan import LINE_END
 from dsbd_cli.bench.prompting import Prompter
 from dsbd_cli.bench.score import Scorer

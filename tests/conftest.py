@@ -20,6 +20,16 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+# What takes long, as measured (`scripts/slow_tests.py`): left out by `make quick`.
+_SLOW = frozenset((Path(__file__).parent / "slow.txt").read_text(encoding="utf-8").split())
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.nodeid.partition("[")[0] in _SLOW:
+            item.add_marker(pytest.mark.slow)
+
+
 @pytest.fixture(scope="session")
 def bench_data() -> Path:
     """Benchmark data in the official layouts; tests that want it are skipped without it."""

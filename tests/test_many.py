@@ -21,11 +21,11 @@ WAYS: list[dict[str, Any]] = [
     {},
     {"method": "beam", "width": 3},
     {"method": "multinomial"},
-    {"method": "speculative", "gamma": 3},
+    {"method": "speculative", "gamma": 3, "forest": "full"},  # what a device drafts
     {"method": "specinfer", "tree": (2, 2)},
     {"verify": "paper"},
     {"verify": "continue", "threshold": None},
-    {"threshold": 0.9, "min_width": 1, "forest": "full"},  # what a device drafts
+    {"threshold": 0.9, "min_width": 1, "forest": "full"},
     {"kv": "one", "forest": "full"},
     {"deterministic": True, "width": 3},
     {"method": "beam", "deterministic": True, "width": 2, "early_stopping": "never"},

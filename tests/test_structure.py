@@ -207,3 +207,10 @@ def test_the_methods_import_neither_torch_nor_transformers() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
     assert done.stdout.strip() == "[]"
+
+
+def test_tests_called_slow_are_there():
+    root = Path(__file__).parents[1]
+    for line in (root / "tests" / "slow.txt").read_text(encoding="utf-8").split():
+        file, _, name = line.partition("::")
+        assert f"def {name.rpartition('::')[2]}(" in (root / file).read_text(encoding="utf-8"), line

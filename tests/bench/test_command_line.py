@@ -20,6 +20,10 @@ from tests.builders import rand, says
 DSBD = str(Path(sys.executable).with_name("dsbd"))
 
 
+# One process of the suite runs them all: they share runs of the bench.
+pytestmark = pytest.mark.xdist_group("bench runs")
+
+
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory):
     folder = tmp_path_factory.mktemp("pair")
@@ -225,6 +229,10 @@ def test_hostile_answers_leave_the_data_byte_identical_and_the_score_repeatable(
         (["--dataset", "spider", "--methods", "dsbd,beem"], "did you mean beam"),
         (["--dataset", "spider", "--methods", "beam", "--target", "./typo"], "typo"),
         (["--dataset", "spider", "--methods", "beam", "--tensor-parallel", "2"], "torchrun"),
+        (
+            ["--dataset", "spider", "--methods", "beam", "--batch", "none"],
+            "--batch must be auto or a whole number",
+        ),
         (["report", "gone"], "no results of a bench"),
         (["judge", "gone", "--judge-url", "http://x/v1", "--judge-model", "m"], "no MT-Bench run"),
         (["--dataset", "mt-bench", "--judge-url", "http://127.0.0.1:9/v1"], "go together"),

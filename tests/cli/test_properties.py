@@ -167,7 +167,8 @@ def test_prompts_and_stop_strings(
     assert result.stats.new_tokens == len(result.token_ids) <= budget
     json.loads(result.to_json())
     if stop:
-        assert not any(entry in result.text for entry in stop)
+        # A text that ends within a character shows that mark, and may go on from there.
+        assert not any(entry in result.text for entry in stop if "\ufffd" not in entry)
 
 
 options = st.lists(

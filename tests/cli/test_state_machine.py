@@ -596,4 +596,6 @@ Folder.TestCase.settings = settings(
     database=None,
     suppress_health_check=list(HealthCheck),
 )
-TestFolder = pytest.mark.skipif(not hasattr(os, "fork"), reason="kills need fork")(Folder.TestCase)
+TestFolder = pytest.mark.slow(
+    pytest.mark.skipif(not hasattr(os, "fork"), reason="kills need fork")(Folder.TestCase)
+)

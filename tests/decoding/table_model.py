@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
@@ -112,8 +113,9 @@ class TableModel:
 
     def row(self, node: Node, size: int) -> Row:
         """The `size` best entries (0: all), best first, ties to the lower id."""
-        with np.errstate(divide="ignore"):
-            logps = np.log(self.law(tuple(node.tokens())))
+        # The reference's own logarithm: numpy's differs by a bit on some processors, and ties would break elsewhere.
+        shares = self.law(tuple(node.tokens())).tolist()
+        logps = np.array([math.log(share) if share > 0 else -math.inf for share in shares])
         order = np.lexsort((np.arange(len(logps)), -logps))[: size or None]
         return Row(order.astype(np.int64), logps[order])
 

@@ -202,7 +202,7 @@ class DraftIteration:
             row[fields.temperature.at].view(np.float64)[:] = self.processor.temperature
             row[fields.top_p.at].view(np.float64)[:] = self.processor.enough
         if request.uniforms is not None:
-            row[fields.uniforms.at].view(np.float64)[:] = request.uniforms.ravel()
+            row[fields.draft_uniforms.at].view(np.float64)[:] = request.uniforms.ravel()
         return torch.from_numpy(block)
 
     # What is captured.

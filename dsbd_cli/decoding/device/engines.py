@@ -26,7 +26,7 @@ from dsbd_cli.decoding.forward.outcomes import CannotCapture, OutOfMemory
 from dsbd_cli.decoding.law.beam_search import candidates_kept
 from dsbd_cli.decoding.law.distribution import Sampler, SeededSampler
 from dsbd_cli.decoding.model.hf_model import HfTreeModel
-from dsbd_cli.decoding.model.protocol import Demand
+from dsbd_cli.decoding.model.protocol import Demand, Side
 from dsbd_cli.decoding.model.shared import SharedModel
 from dsbd_cli.decoding.tree.sequences import Trie
 
@@ -109,7 +109,7 @@ class Engines:
             return None, "a context is shorter than the positions that a capture runs through"
         ours, theirs = target.side(), None if draft is None else draft.side()
         greedy, support, distinct = demand.processor.greedy, demand.processor.top_n, demand.distinct
-        sizes = 1, demand.width, draft_width, gamma, _kept(demand, eos, ours.top_n)
+        sizes = 1, demand.width, draft_width, gamma, _kept(demand, eos, ours.top_n), _drawn(demand, theirs)
         layout = CoverLayout.of(*sizes)
 
         def make() -> CoverIteration:
@@ -153,8 +153,8 @@ class Engines:
         limits = [model.max_positions for model in models if model is not None and model.max_positions]
         if min(limits, default=demand.gamma + 2) < demand.gamma + 2:
             return None
-        kept = _kept(demand, eos, ours.top_n)
-        sizes = lanes, demand.width, demand.draft_width, demand.gamma, kept
+        layers = _kept(demand, eos, ours.top_n), _drawn(demand, theirs)
+        sizes = lanes, demand.width, demand.draft_width, demand.gamma, *layers
         layout = CoverLayout.of(*sizes)
         law = next(
             law
@@ -253,6 +253,13 @@ def _kept(demand: Demand, eos: tuple[int, ...], top_n: int) -> int:
     if not demand.search:
         return 0
     return min(candidates_kept(demand.width, len(eos)), demand.width * top_n)
+
+
+def _drawn(demand: Demand, draft: Side | None) -> int:
+    """Entries of q that a drafted layer is drawn from; 0 where it is the most probable continuations."""
+    if demand.draft_processor is None or draft is None:
+        return 0
+    return min(demand.draft_processor.top_n, draft.top_n)
 
 
 def _why_not(target: HfTreeModel, draft: HfTreeModel | None, demand: Demand) -> str | None:

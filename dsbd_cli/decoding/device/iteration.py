@@ -1,4 +1,4 @@
-"""Iterations that follow each other on the device, verification included: `cover`, plain sampling, beam search.
+"""Iterations that follow each other on the device: drafts, the target over them, verification, the next beams.
 
 The next beams, where they lie and what their parents' mask rows are stay on the device, so an iteration
 can be launched before the host has seen the last one: while it works on one the device is busy with the
@@ -114,6 +114,7 @@ class Sent:
         space: reserved for this iteration.
         uniforms: float64 [window, W], the first row for draws below tokens at `origin`.
         rules: of the request.
+        draft_uniforms: float64 [gamma, W_S], where the forest is drawn.
         state: int64 [state_size], the beams to start from (`CoverIteration.state_of`); None: those that
             its last iteration left.
     """
@@ -123,6 +124,7 @@ class Sent:
     origin: int
     rules: Rules
     state: np.ndarray | None
+    draft_uniforms: np.ndarray | None = None
 
 
 class CoverIteration:
@@ -194,8 +196,10 @@ class CoverIteration:
             return block[:, field.at].view(np.float64).reshape(len(block), *field.shape)
 
         drafted = (
-            whole(forest.parent), whole(forest.token), real(forest.logp), real(forest.prob), whole(forest.finite) > 0
+            whole(forest.support_parent), whole(forest.support_token), real(forest.logp), real(forest.prob),
+            whole(forest.finite) > 0,
         )  # fmt: skip
+        picked = whole(forest.draws) if self.layout.drawn else None
         parents = whole(verified.parent)
         counts, widths = block[:, verified.layers.at][:, 0].tolist(), (parents >= 0).sum(2).tolist()
         sampled = parents.tolist(), whole(verified.token).tolist(), real(verified.logp).tolist()
@@ -206,8 +210,9 @@ class CoverIteration:
                 outcomes.append(None)
                 continue
             parent, token, logp, prob, numbers = (part[r] for part in drafted)
+            draws = [self._everyone] * self.layout.gamma if picked is None else picked[r]
             layers = [
-                DraftedLayer(parent[i], token[i], logp[i], prob[i], self._everyone, numbers[i])
+                DraftedLayer(parent[i], token[i], logp[i], prob[i], draws[i], numbers[i])
                 for i in range(self.layout.gamma)
             ]
             drawn = []
@@ -255,13 +260,15 @@ class CoverIteration:
             self._put(
                 block, rows, reserved, fields.draft_slots, fields.draft_rows, fields.draft_begin, fields.draft_used
             )  # fmt: skip
-        block[rows, fields.fresh.start] = [request.state is not None for request in requests]
-        block[rows, fields.origin.start] = [request.origin for request in requests]
+        block[rows, fields.fresh.at.start] = [request.state is not None for request in requests]
+        block[rows, fields.origin.at.start] = [request.origin for request in requests]
         self._write(block, rows, [request.rules for request in requests])
         bits[rows, fields.uniforms.at] = [request.uniforms.ravel() for request in requests]
         for row, request in zip(rows, requests, strict=True):
             if request.state is not None:
                 block[row, fields.start.at] = request.state
+            if request.draft_uniforms is not None:
+                bits[row, fields.draft_uniforms.at] = request.draft_uniforms.ravel()
         return torch.from_numpy(block)
 
     @staticmethod
@@ -272,8 +279,8 @@ class CoverIteration:
         spaces, pools = parts
         block[rows, slots.at] = [space.slots for space in spaces]
         block[rows, mask_rows.at] = [space.mask_rows for space in spaces]
-        block[rows, begin.start] = [pool.begin for pool in pools]
-        block[rows, used.start] = [pool.slots.used for pool in pools]
+        block[rows, begin.at.start] = [pool.begin for pool in pools]
+        block[rows, used.at.start] = [pool.slots.used for pool in pools]
 
     def _empty(self) -> np.ndarray:
         """What stands for a request where there is none: one beam behind nothing, in the spare slot and row."""
@@ -290,12 +297,12 @@ class CoverIteration:
             (fields.temperature, [one.temperature for one in rules]), (fields.top_p, [one.top_p for one in rules]),
             (fields.mass, [one.mass for one in rules]), (fields.slack, [one.slack for one in rules]),
         ):  # fmt: skip
-            bits[rows, field.start] = reals
+            bits[rows, field.at.start] = reals
         for field, numbers in (
             (fields.min_width, [one.min_width for one in rules]), (fields.last, [one.last for one in rules]),
             (fields.one_beam, [one.one_beam for one in rules]),
         ):  # fmt: skip
-            block[rows, field.start] = numbers
+            block[rows, field.at.start] = numbers
 
     def _key(self, spaces: Sequence[Space]) -> tuple[int, ...]:
         """KV lengths that a capture looks at; nothing else of an iteration changes."""
@@ -369,7 +376,12 @@ class CoverIteration:
         scores, base = layout.state.score.of(state, torch.float64), rows[:, width:]
         forest = layout.forest
         for depth in range(layout.gamma):
-            law.draft(best, scores, depth, layout, outcome, self._eos)
+            if layout.drawn:
+                law.draw(
+                    best, scores, depth, layout, request, outcome, self._eos, self._greedy, self._support
+                )
+            else:
+                law.draft(best, scores, depth, layout, outcome, self._eos)
             if depth + 1 == layout.gamma:
                 return
             scores = forest.weight.of(outcome, torch.float64)[:, depth]

@@ -37,6 +37,16 @@ class DeviceLaw(Protocol):
             eos: int64 [E]; draws of these are finished, hence no parents.
         """
 
+    def draw(
+        self, best: Tensor, scores: Tensor, depth: int, layout: CoverLayout | DraftLayout, request: Tensor,
+        outcome: Tensor, eos: Tensor, greedy: bool, support: int,
+    ) -> None:  # fmt: skip
+        """Draft one layer by W_S iid draws of q, into the forest in `outcome` with all that they were drawn from.
+
+        Args:
+            request: int64 [R, size], T and the uniforms; the others as for `draft` and `verify`.
+        """
+
     def forest_masks(
         self, masks: TreeMasks, base: Tensor, parent: Tensor | None, slots: Tensor, rows: Tensor
     ) -> Tensor:
@@ -71,7 +81,10 @@ class DeviceLaw(Protocol):
         self, best: Tensor, state: Tensor, after: Tensor, request: Tensor, outcome: Tensor, layout: CoverLayout,
         eos: Tensor, greedy: bool, support: int, distinct: bool = False,
     ) -> None:  # fmt: skip
-        """Draw layers from the target's joint for as long as the forest holds every live draw (`cover`).
+        """Layers of the target's joint for as long as the forest holds what they go on with.
+
+        `layout` says which: draws (`cover`), the best candidates (beam search), or a draw of q that is accepted as
+        one of p (speculative sampling).
 
         Args:
             best: float32 [R x nodes, 2 k + 1], packed target logits of the beams, then of the forest.

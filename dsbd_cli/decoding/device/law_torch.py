@@ -130,6 +130,31 @@ def _draws(weights: Tensor, uniforms: Tensor) -> Tensor:
     return torch.minimum(draws, last).clamp(max=len(weights) - 1)
 
 
+def accepted_from(
+    joint: Joint, q_tokens: Tensor, q: Tensor, draws: Tensor, tested: Tensor, uniforms: Tensor
+) -> Drafted:
+    """A layer of one draw: the draft's own if it is accepted, else one of the residual (`law.verification.accept_one`).
+
+    Args:
+        joint: p, of one parent.
+        q_tokens, q: int64 and float64 [M], what the draft drew from; 0 outside its support.
+        draws: int64 [1], its draw.
+        tested: bool [1]; where it is False the layer is a draw of p.
+        uniforms: float64 [2], to accept and to draw with.
+    """
+    parent, token, logp, prob, weight = joint
+    order = torch.argsort((parent << 32) | token)
+    parent, token, logp, prob, weight = (x[order] for x in (parent, token, logp, prob, weight))
+    mine = token == q_tokens[draws]
+    chance = torch.where(mine, prob, 0.0).sum(0, keepdim=True)
+    accepted = tested & (chance > 0) & (uniforms[:1] * q[draws] < chance)
+    shared = torch.where(token[:, None] == q_tokens[None, :], q[None, :], 0.0).sum(1)
+    rest = (prob - shared).clamp(min=0)
+    rest = torch.where(tested & (rest.sum() > 0), rest, prob)
+    which = torch.where(accepted, mine.int().argmax(0, keepdim=True), _draws(rest, uniforms[1:]))
+    return Drafted(parent, token, logp, prob, which, weight[which], torch.ones_like(accepted))
+
+
 def draws_holding(joint: Joint, mass: Tensor, min_width: Tensor, width: int) -> Tensor:
     """`law.width.DistinctWidth`: int64 [1], how many continuations hold `mass` of p together."""
     # What is before them has not reached it.
@@ -225,17 +250,18 @@ class TorchLaw:
             self._enter(layer, entries.finite[own], depth, layout.forest, outcome[r : r + 1], eos)
 
     def draw(
-        self, best: Tensor, scores: Tensor, depth: int, layout: DraftLayout, request: Tensor, outcome: Tensor,
-        eos: Tensor, greedy: bool, support: int,
+        self, best: Tensor, scores: Tensor, depth: int, layout: CoverLayout | DraftLayout, request: Tensor,
+        outcome: Tensor, eos: Tensor, greedy: bool, support: int,
     ) -> None:  # fmt: skip
-        """Draft one layer by iid draws: `draft` for the rules that draw; one request."""
-        entries, fields = unpacked(best), layout.request
-        layer = draft_layer(
-            scores[0], entries.ids, entries.logps, greedy, support,
-            fields.temperature.of(request, torch.float64)[0], fields.top_p.of(request, torch.float64)[0],
-            fields.uniforms.of(request, torch.float64)[0, depth],
-        )  # fmt: skip
-        self._enter(layer, entries.finite, depth, layout.forest, outcome, eos)
+        entries, fields, parents = unpacked(best), layout.request, scores.shape[1]
+        for r in range(len(scores)):
+            own = slice(r * parents, (r + 1) * parents)
+            layer = draft_layer(
+                scores[r], entries.ids[own], entries.logps[own], greedy, support,
+                fields.temperature.of(request, torch.float64)[r], fields.top_p.of(request, torch.float64)[r],
+                fields.draft_uniforms.of(request, torch.float64)[r, depth],
+            )  # fmt: skip
+            self._enter(layer, entries.finite[own], depth, layout.forest, outcome[r : r + 1], eos)
 
     def _enter(
         self, layer: Drafted, finite: Tensor, depth: int, fields: ForestFields, outcome: Tensor, eos: Tensor
@@ -341,6 +367,20 @@ class TorchLaw:
                 search = search_layer(score, ids, logps, layout.kept, width, eos)
                 parent, new, weight = search.parent[search.beams], search.token[search.beams], search.weight
                 shown = torch.where(search.score > -torch.inf, search.parent, -1), search.token, search.score
+            elif layout.drawn:
+                joint = joint_of(score, ids, logps, greedy, support, temperature, top_p)
+                tested = position + depth + 1 < last if depth < gamma else torch.zeros_like(going)
+                at_depth = min(depth, gamma - 1)
+                q = forest.prob.of(outcome, torch.float64)[0, at_depth]
+                drafted = (
+                    forest.support_token.of(outcome)[0, at_depth],
+                    q,
+                    forest.draws.of(outcome)[0, at_depth],
+                )
+                drawn = accepted_from(joint, *drafted, tested, uniforms[depth])
+                parent, new = drawn.parent[drawn.draws], drawn.token[drawn.draws]
+                weight = drawn.scores.masked_fill(torch.isin(new, eos), -torch.inf)
+                shown = parent, new, drawn.logp[drawn.draws]
             else:
                 joint = joint_of(score, ids, logps, greedy, support, temperature, top_p)
                 wide = draws_holding(joint, mass, min_width, width)

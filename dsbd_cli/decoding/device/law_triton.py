@@ -149,6 +149,34 @@ def _heaviest(
     return weights, logps, tokens, parents
 
 
+@triton.jit
+def _processed(weight, temperature, top_p, GREEDY: tl.constexpr, SIZE: tl.constexpr):
+    """T on weights that are sorted, heaviest first; a `top_p` above 1 is off."""
+    e = tl.arange(0, SIZE)
+    if GREEDY:
+        prob = tl.where(e == 0, 1.0, 0.0).to(tl.float64)
+    else:
+        prob = tl.exp((weight - tl.max(weight, 0)) / temperature)
+        prob = prob / tl.sum(prob, 0)
+        # Cut where the mass before an entry has reached top-p; the first always stays.
+        before = tl.sum(tl.where(e[None, :] < e[:, None], prob[None, :], 0.0), 1)
+        prob = tl.where((before < top_p) | (e == 0), prob, 0.0)
+        prob = prob / tl.sum(prob, 0)
+    return prob
+
+
+@triton.jit
+def _picked(key, weights, u):
+    """Keys of iid draws of unnormalised weights, one a uniform; -1 where there is nothing."""
+    far: tl.constexpr = 9223372036854775807
+    some = weights > 0
+    reached = tl.sum(tl.where(key[None, :] <= key[:, None], weights[None, :], 0.0), 1)
+    total = tl.max(tl.where(some, reached, 0.0), 0)
+    beyond = some[None, :] & (reached[None, :] > (u * total)[:, None])
+    pick = tl.min(tl.where(beyond, key[None, :], far), 1)
+    return tl.where(pick == far, tl.max(tl.where(some, key, -1), 0), pick)
+
+
 @triton.jit(do_not_specialize=["eos_count", "parent_count", "score_stride", "outcome_stride", "depth"])
 def _draft(
     rows_ptr, score_ptr, score_stride, eos_ptr, eos_count, outcome_ptr, outcome_stride, parent_count, depth,
@@ -179,6 +207,64 @@ def _draft(
     tl.store(out + PROB + place, prob.to(tl.int64, bitcast=True), mask=own)
     finite = tl.load(rows_ptr + row * (2 * COUNT + 1) + 2 * COUNT, mask=real, other=0.0)
     tl.store(finite_out + i, finite.to(tl.int64), mask=real)
+
+
+@triton.jit(
+    do_not_specialize=[
+        "eos_count",
+        "parent_count",
+        "score_stride",
+        "request_stride",
+        "outcome_stride",
+        "depth",
+    ]
+)
+def _draw(
+    rows_ptr, score_ptr, score_stride, eos_ptr, eos_count, request_ptr, request_stride, outcome_ptr, outcome_stride,
+    parent_count, depth,
+    R_TEMPERATURE: tl.constexpr, R_TOP_P: tl.constexpr, R_UNIFORMS: tl.constexpr,
+    WIDTH: tl.constexpr, SUPPORT: tl.constexpr, TAKEN: tl.constexpr,
+    PARENT: tl.constexpr, TOKEN: tl.constexpr, WEIGHT: tl.constexpr, SUPPORT_PARENT: tl.constexpr,
+    SUPPORT_TOKEN: tl.constexpr, LOGP: tl.constexpr, PROB: tl.constexpr, DRAWS: tl.constexpr,
+    FINITE: tl.constexpr, FINITE_WIDTH: tl.constexpr, GREEDY: tl.constexpr,
+    COUNT: tl.constexpr, WIDE: tl.constexpr, PARENTS: tl.constexpr, SIZE: tl.constexpr, DRAWN: tl.constexpr,
+):  # fmt: skip
+    """`law_torch.draft_layer` of one request: iid draws, and all that they were drawn from in canonical order."""
+    request = tl.program_id(0).to(tl.int64)
+    sent, out = request_ptr + request * request_stride, outcome_ptr + request * outcome_stride
+    i = tl.arange(0, PARENTS)
+    real = i < parent_count
+    row = request * parent_count + i
+    score = tl.load(score_ptr + request * score_stride + i, mask=real, other=-float("inf"))
+    weight, logp, token, parent = _entries(rows_ptr, row, real, score, COUNT, WIDE, PARENTS)
+    weight, logp, token, parent = _heaviest(weight, logp, token, parent, TAKEN, SIZE, PARENTS * WIDE)
+    temperature = tl.load(sent + R_TEMPERATURE).to(tl.float64, bitcast=True)
+    top_p = tl.load(sent + R_TOP_P).to(tl.float64, bitcast=True)
+    prob = _processed(weight, temperature, tl.where(top_p >= 1.0, 2.0, top_p), GREEDY, SIZE)
+    e, d = tl.arange(0, SIZE), tl.arange(0, DRAWN)
+    far: tl.constexpr = 9223372036854775807
+    key = tl.where(e < TAKEN, (parent << 32) | token, far)
+    place = tl.sum((key[None, :] < key[:, None]).to(tl.int64), 1)
+    u = tl.load(sent + R_UNIFORMS + depth * WIDTH + d, mask=d < WIDTH, other=0).to(tl.float64, bitcast=True)
+    pick = _picked(key, prob, u)
+    mine = (prob > 0)[None, :] & (key[None, :] == pick[:, None])
+    new = tl.sum(tl.where(mine, token[None, :], 0), 1)
+    after = tl.sum(tl.where(mine, weight[None, :], 0.0), 1)
+    same = (pick[None, :] == pick[:, None]) & (d[None, :] < d[:, None])
+    dead = (tl.sum(same.to(tl.int32), 1) > 0) | _is_end(new, eos_ptr, eos_count) | (pick < 0)
+    after = tl.where(dead, -float("inf"), after)
+    to, own = out + depth * WIDTH + d, d < WIDTH
+    tl.store(to + PARENT, tl.sum(tl.where(mine, parent[None, :], 0), 1), mask=own)
+    tl.store(to + TOKEN, new, mask=own)
+    tl.store(to + WEIGHT, after.to(tl.int64, bitcast=True), mask=own)
+    tl.store(to + DRAWS, tl.sum(tl.where(mine, place[None, :], 0), 1), mask=own)
+    to, own = out + depth * SUPPORT + place, e < TAKEN
+    tl.store(to + SUPPORT_PARENT, parent, mask=own)
+    tl.store(to + SUPPORT_TOKEN, token, mask=own)
+    tl.store(to + LOGP, logp.to(tl.int64, bitcast=True), mask=own)
+    tl.store(to + PROB, prob.to(tl.int64, bitcast=True), mask=own)
+    finite = tl.load(rows_ptr + row * (2 * COUNT + 1) + 2 * COUNT, mask=real, other=0.0)
+    tl.store(out + FINITE + depth * FINITE_WIDTH + i, finite.to(tl.int64), mask=real)
 
 
 @triton.jit(do_not_specialize=["base_stride", "parent_stride", "slot_stride", "row_stride", "nodes", "width"])
@@ -252,7 +338,9 @@ def _verify(
     F_PARENT: tl.constexpr, F_TOKEN: tl.constexpr, F_WEIGHT: tl.constexpr,
     V_PARENT: tl.constexpr, V_TOKEN: tl.constexpr, V_LOGP: tl.constexpr, V_FINITE: tl.constexpr,
     V_LAYERS: tl.constexpr,
-    KEPT: tl.constexpr, GREEDY: tl.constexpr, DISTINCT: tl.constexpr, COUNT: tl.constexpr, WIDE: tl.constexpr,
+    F_SUPPORT_TOKEN: tl.constexpr, F_PROB: tl.constexpr, F_DRAWS: tl.constexpr,
+    KEPT: tl.constexpr, DRAWN: tl.constexpr, ENTRIES: tl.constexpr, GREEDY: tl.constexpr, DISTINCT: tl.constexpr,
+    COUNT: tl.constexpr, WIDE: tl.constexpr,
     BEAMS: tl.constexpr, SIZE: tl.constexpr, FOREST: tl.constexpr,
 ):  # fmt: skip
     """`TorchLaw.verify` of one request; S_, R_, F_ and V_ are where the fields of `layout` begin."""
@@ -314,17 +402,8 @@ def _verify(
             above = tl.sum(tl.where(mine, parent[None, :], 0), 1)
             after = tl.sum(tl.where(mine, weight[None, :], 0.0), 1)
         else:
-            if GREEDY:
-                prob = tl.where(e == 0, 1.0, 0.0).to(tl.float64)
-                before = tl.where(e == 0, 0.0, 1.0).to(tl.float64)
-            else:
-                prob = tl.exp((weight - tl.max(weight, 0)) / temperature)
-                prob = prob / tl.sum(prob, 0)
-                # Cut where the mass before an entry has reached top-p; the first always stays.
-                before = tl.sum(tl.where(e[None, :] < e[:, None], prob[None, :], 0.0), 1)
-                prob = tl.where((before < top_p) | (e == 0), prob, 0.0)
-                before = before / tl.sum(prob, 0)
-                prob = prob / tl.sum(prob, 0)
+            prob = _processed(weight, temperature, top_p, GREEDY, SIZE)
+            before = tl.sum(tl.where(e[None, :] < e[:, None], prob[None, :], 0.0), 1)
             # Continuations whose mass the layer's width asks for: what is before them has not reached it.
             wide = tl.maximum(tl.sum(((before < mass) & (prob > 0)).to(tl.int64), 0), min_width)
             if slack >= 0:
@@ -343,11 +422,31 @@ def _verify(
             key = (parent << 32) | token
             some = prob > 0
             layer = tl.minimum(tl.maximum(begin + depth, 0), WINDOW - 1)
-            u = tl.load(sent + R_UNIFORMS + layer * BEAM_COUNT + d, mask=real, other=0).to(
+            numbers: tl.constexpr = 2 if DRAWN > 0 else BEAM_COUNT
+            u = tl.load(sent + R_UNIFORMS + layer * numbers + d, mask=real, other=0).to(
                 tl.float64, bitcast=True
             )
             far: tl.constexpr = 9223372036854775807
-            if DISTINCT:
+            if DRAWN > 0:
+                # The draft's draw if it is accepted, else one of the residual.
+                tested = (depth < GAMMA) & (position + depth + 1 < last)
+                m = tl.arange(0, ENTRIES)
+                m_at, m_there = depth * DRAWN + m, (m < DRAWN) & (depth < GAMMA)
+                q_token = tl.load(out + F_SUPPORT_TOKEN + m_at, mask=m_there, other=-1)
+                q = tl.load(out + F_PROB + m_at, mask=m_there, other=0).to(tl.float64, bitcast=True)
+                chosen = m == tl.load(out + F_DRAWS + tl.minimum(depth, GAMMA - 1))
+                x = tl.sum(tl.where(chosen, q_token, 0), 0)
+                chance = tl.sum(tl.where(some & (token == x), prob, 0.0), 0)
+                asked = tl.load(sent + R_UNIFORMS + layer * numbers).to(tl.float64, bitcast=True)
+                accepted = tested & (chance > 0) & (asked * tl.sum(tl.where(chosen, q, 0.0), 0) < chance)
+                shared = tl.sum(tl.where(token[:, None] == q_token[None, :], q[None, :], 0.0), 1)
+                rest = tl.maximum(prob - shared, 0.0)
+                rest = tl.where(tested & (tl.sum(rest, 0) > 0), rest, prob)
+                u = tl.load(sent + R_UNIFORMS + layer * numbers + 1 + d, mask=real, other=0).to(
+                    tl.float64, bitcast=True
+                )
+                pick = tl.where(accepted, x, _picked(key, rest, u))
+            elif DISTINCT:
                 pick = tl.full([BEAMS], -1, tl.int64)
                 left = prob
                 for i in range(BEAM_COUNT):
@@ -359,11 +458,7 @@ def _verify(
                     pick = tl.where(d == i, one, pick)  # -1 where nothing is left
                     left = tl.where(key == one, 0.0, left)
             else:
-                reached = tl.sum(tl.where(key[None, :] <= key[:, None], prob[None, :], 0.0), 1)
-                total = tl.max(tl.where(some, reached, 0.0), 0)
-                beyond = some[None, :] & (reached[None, :] > (u * total)[:, None])
-                pick = tl.min(tl.where(beyond, key[None, :], far), 1)
-                pick = tl.where(pick == far, tl.max(tl.where(some, key, -1), 0), pick)
+                pick = _picked(key, prob, u)
             absent = (pick < 0) | (d >= wide)
             mine = some[None, :] & (key[None, :] == pick[:, None])
             new = tl.sum(tl.where(mine, token[None, :], 0), 1)
@@ -468,6 +563,24 @@ class TritonLaw:
             SIZE=triton.next_power_of_2(layout.draft_width), num_warps=1,
         )  # fmt: skip
 
+    def draw(
+        self, best: Tensor, scores: Tensor, depth: int, layout: CoverLayout | DraftLayout, request: Tensor,
+        outcome: Tensor, eos: Tensor, greedy: bool, support: int,
+    ) -> None:  # fmt: skip
+        requests, parents = scores.shape
+        count, fields, sent = best.shape[1] // 2, layout.forest, layout.request
+        taken = min(1 if greedy else support, parents * count)
+        names = {name.upper(): getattr(fields, name).start for name in fields._fields}
+        _draw[(requests,)](
+            best, scores, scores.stride(0), eos, len(eos), request, request.stride(0), outcome, outcome.stride(0),
+            parents, depth,
+            R_TEMPERATURE=sent.temperature.start, R_TOP_P=sent.top_p.start, R_UNIFORMS=sent.draft_uniforms.start,
+            WIDTH=layout.draft_width, SUPPORT=fields.prob.shape[1], TAKEN=taken, **names,
+            FINITE_WIDTH=fields.finite.shape[1], GREEDY=greedy, COUNT=count, WIDE=triton.next_power_of_2(count),
+            PARENTS=triton.next_power_of_2(parents), SIZE=max(2, triton.next_power_of_2(taken)),
+            DRAWN=triton.next_power_of_2(layout.draft_width), num_warps=1,
+        )  # fmt: skip
+
     def forest_masks(
         self, masks: TreeMasks, base: Tensor, parent: Tensor | None, slots: Tensor, rows: Tensor
     ) -> Tensor:
@@ -517,7 +630,10 @@ class TritonLaw:
             R_ONE_BEAM=sent.one_beam.start, R_UNIFORMS=sent.uniforms.start,
             F_PARENT=layout.forest.parent.start, F_TOKEN=layout.forest.token.start,
             F_WEIGHT=layout.forest.weight.start, **names,
-            KEPT=layout.kept, GREEDY=greedy, DISTINCT=distinct, COUNT=count, WIDE=triton.next_power_of_2(count),
+            F_SUPPORT_TOKEN=layout.forest.support_token.start, F_PROB=layout.forest.prob.start,
+            F_DRAWS=layout.forest.draws.start, KEPT=layout.kept, DRAWN=layout.drawn,
+            ENTRIES=triton.next_power_of_2(max(1, layout.drawn)), GREEDY=greedy, DISTINCT=distinct,
+            COUNT=count, WIDE=triton.next_power_of_2(count),
             BEAMS=triton.next_power_of_2(layout.width), SIZE=max(2, triton.next_power_of_2(size)),
             FOREST=max(2, triton.next_power_of_2(layout.draft_width)), num_warps=1,
         )  # fmt: skip

@@ -86,7 +86,8 @@ class CoverRequestFields(NamedTuple):
             with probability 1 - slack, at least min_width; W where no forest is beside it.
         last: [1], the position of the budget's last token: no forest is beside that layer.
         one_beam: [1], 1 where only the beam of the highest score goes on behind an iteration.
-        uniforms: float64 [window, W].
+        uniforms: float64 [window, `numbers`].
+        draft_uniforms: float64 [gamma, W_S], where the forest is drawn.
     """
 
     target_slots: Field
@@ -108,6 +109,7 @@ class CoverRequestFields(NamedTuple):
     last: Field
     one_beam: Field
     uniforms: Field
+    draft_uniforms: Field
 
 
 class ForestFields(NamedTuple):
@@ -166,12 +168,15 @@ def _forest(add: _Fields, width: int, draft_width: int, gamma: int, support: int
 
 @dataclass(frozen=True)
 class CoverLayout:
-    """Blocks of an iteration of `cover` that drafts and verifies (`CoverIteration`).
+    """Blocks of an iteration that drafts and verifies (`CoverIteration`).
 
     Attributes:
         requests: R.
         width, draft_width, gamma: W, W_S and gamma; gamma 0 where nothing is drafted.
         kept: candidates of a layer of beam search; 0 where layers are drawn.
+        drawn: M, where the forest is draws of q that are accepted or not (W = W_S = 1); 0 where it is the most
+            probable continuations.
+        numbers: random numbers that a layer has: W, and where a draw is tested one for that and one to draw with.
         nodes, draft_nodes: places that a request needs in either pool.
         window: layers that uniforms are sent for: this iteration's and those of the one before it.
         state, request, forest, verified: the fields. outcome holds forest and verified.
@@ -183,6 +188,8 @@ class CoverLayout:
     draft_width: int
     gamma: int
     kept: int
+    drawn: int
+    numbers: int
     nodes: int
     draft_nodes: int
     window: int
@@ -195,10 +202,12 @@ class CoverLayout:
     outcome_size: int
 
     @classmethod
-    def of(cls, requests: int, width: int, draft_width: int, gamma: int, kept: int = 0) -> CoverLayout:
+    def of(
+        cls, requests: int, width: int, draft_width: int, gamma: int, kept: int = 0, drawn: int = 0
+    ) -> CoverLayout:
         nodes = width + gamma * draft_width
         draft_nodes = 2 * width + (gamma - 1) * draft_width if gamma else 0
-        window = 2 * (gamma + 1)
+        window, numbers = 2 * (gamma + 1), 2 if drawn else width
         state, request, outcome = _Fields(), _Fields(), _Fields()
         state_fields = StateFields._make([*(state(width) for _ in range(7)), state(1), state(1)])
         request_fields = CoverRequestFields._make(
@@ -206,13 +215,13 @@ class CoverLayout:
             + [request(1) for _ in range(5)]
             + [request(state.size)]
             + [request(1) for _ in range(8)]
-            + [request(window, width)]
+            + [request(window, numbers), request(gamma if drawn else 0, draft_width)]
         )
-        forest = _forest(outcome, width, draft_width, gamma, None)
+        forest = _forest(outcome, width, draft_width, gamma, drawn or None)
         widths = [kept or width] * 3 + [width]
         verified = VerifiedFields._make([*(outcome(gamma + 1, size) for size in widths), outcome(1)])
         return cls(
-            requests, width, draft_width, gamma, kept, nodes, draft_nodes, window,
+            requests, width, draft_width, gamma, kept, drawn, numbers, nodes, draft_nodes, window,
             state_fields, request_fields, forest, verified, state.size, request.size, outcome.size,
         )  # fmt: skip
 
@@ -228,7 +237,7 @@ class DraftRequestFields(NamedTuple):
         draft_slots, draft_rows: [(gamma - 1) x W_S], reserved, by layers. target_slots, target_rows:
             [gamma x W_S].
         temperature, top_p: float64 [1], of the draft.
-        uniforms: float64 [gamma, W_S].
+        draft_uniforms: float64 [gamma, W_S].
     """
 
     draft_plan: Field
@@ -243,7 +252,7 @@ class DraftRequestFields(NamedTuple):
     target_rows: Field
     temperature: Field
     top_p: Field
-    uniforms: Field
+    draft_uniforms: Field
 
 
 @dataclass(frozen=True)

@@ -73,7 +73,8 @@ class _Lane:
     Attributes:
         seat: whose it is. target, draft: the models as it sees them.
         commit: what to do with its layers.
-        uniforms: of its sampler. rules: what its layers are drawn under.
+        uniforms: of its sampler. drafting: of the draft's, where forests are drawn: a row an iteration.
+        rules: what its layers are drawn under.
         state: where it starts in the next launch; None: where its last iteration ended.
         deepest: beams deeper than that have no room for an iteration in a context; None: no limit.
         beams, above: of its next iteration (`_Part`).
@@ -85,11 +86,18 @@ class _Lane:
     draft: Any
     commit: Commit
     uniforms: _Uniforms
+    drafting: _Uniforms | None
     rules: Rules
     state: np.ndarray | None
     deepest: int | None
     beams: list[Node | None]
     above: list[Node] = field(default_factory=list)
+
+    def settle(self) -> None:
+        """Let the samplers go on from what was used."""
+        self.uniforms.settle()
+        if self.drafting is not None:
+            self.drafting.settle()
 
     def fits(self, depth: int) -> bool:
         """Whether the contexts hold an iteration from beams of that depth."""
@@ -192,10 +200,17 @@ class Pipeline:
             return None
         if not all(node.parent is not None and node.parent in seat.target.pool for node in beams):
             return None
-        uniforms = _Uniforms(request.sampler, request.width)
+        layout, drafting = self._iteration.layout, None
+        uniforms = _Uniforms(request.sampler, layout.numbers)
+        if layout.drawn:
+            if not isinstance(request.draft_sampler, SeededSampler):
+                return None
+            drafting = _Uniforms(request.draft_sampler, layout.gamma * layout.draft_width)
         rules = _rules(request, seat.target.pool.prompt_length - 1 + request.trie.budget)
         places = [*beams, *[None] * (request.width - len(beams))]
-        lane = _Lane(seat, request, seat.target, seat.draft, commit, uniforms, rules, None, deepest, places)
+        lane = _Lane(
+            seat, request, seat.target, seat.draft, commit, uniforms, drafting, rules, None, deepest, places
+        )
         if not lane.fits(beams[0].depth):
             return None
         lane.state = self._state_of(lane)
@@ -277,7 +292,7 @@ class Pipeline:
         elif following is not None:
             following.beams, following.above = lane.beams, lane.above
         else:
-            lane.uniforms.settle()
+            lane.settle()
 
     def _leave(self, lane: _Lane) -> None:
         for iteration in self._in_flight:
@@ -286,7 +301,7 @@ class Pipeline:
                     part.void = True
                     part.space.release()
         self._lanes[self._lanes.index(lane)] = None
-        lane.uniforms.settle()
+        lane.settle()
 
     def _part_of(self, lane: _Lane) -> _Part | None:
         """The lane's part of the iteration in flight behind the one that was committed."""
@@ -348,7 +363,14 @@ class Pipeline:
                 parts.append(_Part(lane, space))
                 origin = lane.target.pool.position(lane.request.hypotheses.active[0])
                 ahead = lane.uniforms.ahead(self._iteration.layout.window)
-                sent.append(Sent(space, ahead, origin, lane.rules, lane.state))
+                drafting = None
+                if lane.drafting is not None:
+                    flying = sum(
+                        any(part is not None and part.lane is lane for part in one.parts)
+                        for one in self._in_flight
+                    )
+                    drafting = lane.drafting.ahead(flying + 1)[flying]
+                sent.append(Sent(space, ahead, origin, lane.rules, lane.state, drafting))
             flight = self._iteration.launch(sent)
         except (CannotCapture, OutOfMemory) as error:
             for part in parts:
@@ -368,6 +390,8 @@ class Pipeline:
 
     def _commit(self, part: _Part, outcome: Outcome) -> _Committed:
         lane, request, uniforms, commit = part.lane, part.lane.request, part.lane.uniforms, part.lane.commit
+        if lane.drafting is not None:
+            lane.drafting.use()
         child = request.trie.child
         if lane.seat.forests:
             forest, nodes = self._drafted(lane, part.beams, outcome.drafted)
@@ -459,9 +483,9 @@ class Pipeline:
                 break
             if not drafted.finite[parents].all():
                 self._drafted(lane, beams, layers)  # tells which node it was
-            tokens = drafted.token.tolist()
+            above, tokens = drafted.parent[drafted.draws].tolist(), drafted.token[drafted.draws].tolist()
             places: dict[tuple[int | None, int], int] = {}
-            for i, key in enumerate(zip(drafted.parent.tolist(), tokens, strict=True)):
+            for i, key in enumerate(zip(above, tokens, strict=True)):
                 places.setdefault(key, i)
             numbered.append(places)
             parents = [i for i, token in enumerate(tokens) if token not in trie.eos_ids]

@@ -84,8 +84,7 @@ class CapturedProposer:
         self._target.calls += 1
         forest = self._committed(beams, answer)
         if self._iteration.processor is not None:
-            # What the host would have drawn with, had it stopped drafting there.
-            self._sampler.uniforms(len(forest.layers) * self._iteration.draft_width)
+            self._sampler.uniforms(self._iteration.gamma * self._iteration.draft_width)
         return forest
 
     def retain(self, leaves: list[Node]) -> None:

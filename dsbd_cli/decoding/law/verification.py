@@ -94,6 +94,19 @@ def accept_draws(p: np.ndarray, q: np.ndarray, drafted: list[int], width: int, s
     return Verified(tuple(draws), tuple(verdicts), passed)
 
 
+def accept_one(p: np.ndarray, q: np.ndarray, draw: int, sampler: Sampler) -> Verified:
+    """`accept_draws` of one draw for a layer of one, from two random numbers whatever comes of the first.
+
+    So a device can be given them before p and q are known. Arguments as there.
+    """
+    possible = draw >= 0 and p[draw] > 0
+    accepted = possible and sampler.accept(p[draw], q[draw])
+    if not possible:
+        sampler.sample(np.ones(1), 1)
+    (other,) = sampler.sample(np.ones(1) if accepted else residual(p, q), 1)
+    return Verified((draw if accepted else other,), (bool(accepted),), bool(accepted))
+
+
 def accept_distinct_draws(
     p: np.ndarray, q: np.ndarray, drafted: list[int], width: int, sampler: Sampler
 ) -> Verified:

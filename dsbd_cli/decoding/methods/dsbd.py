@@ -22,6 +22,7 @@ from dsbd_cli.decoding.law.verification import (
     Verified,
     accept_distinct_draws,
     accept_draws,
+    accept_one,
     align,
     cover,
     covered,
@@ -97,7 +98,9 @@ class Run(Request):
     def take(self, draws: list[Node], held: list[bool] | None) -> bool:
         """Commit a layer that the engine drew, from the random numbers of `cover_layers` (`protocol.Commit`)."""
         verified = None
-        if held is not None:
+        if held is not None and self.one_tested:
+            verified = Verified((), tuple(held), all(held))
+        elif held is not None:
             # A finished sequence needs no node of the forest.
             verified = covered(
                 (), [one or (None if node.finish else False) for node, one in zip(draws, held, strict=True)]
@@ -151,6 +154,10 @@ class Run(Request):
         """W draws of `p_beam` (or as many as p alone asks for): the layer of plain beam sampling."""
         support, rule = self.p_beam(), self.dynamic_width
         width = rule.of(support.prob) if isinstance(rule, DistinctWidth) else self.width
+        if self.one_tested:
+            self.sampler.sample(
+                np.ones(1), 1
+            )  # of the two numbers of a layer the one that nothing is tested with
         draws = draw_layer(self.sampler, support.prob, width, self.distinct)
         self.skip_numbers(width)
         return self.commit([self.node(support, i) for i in draws])
@@ -237,8 +244,11 @@ def verify_layer(run: Run, drafted: DraftLayer, depth: int) -> Layer:
         width = rule.of(support.prob)
     else:
         width = run.width if rule is None else rule.for_draws(p, q, len(drafted.draws))
-    accept = accept_distinct_draws if run.distinct else accept_draws
-    verified = accept(p, q, draws, width, run.sampler)
+    if run.one_tested:
+        verified = accept_one(p, q, draws[0], run.sampler)
+    else:
+        accept = accept_distinct_draws if run.distinct else accept_draws
+        verified = accept(p, q, draws, width, run.sampler)
     # A draw has mass under p, so its key is one of the support's own (ascending) keys.
     own = np.searchsorted(keys(support.parent, support.token), union[list(verified.draws)])
     return run.commit([run.node(support, int(i)) for i in own], verified, depth)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Generator, Sequence
 from typing import Protocol
 
+import numpy as np
+
 from dsbd_cli.decoding.law.distribution import (
     LogitsProcessor,
     Row,
@@ -32,7 +34,9 @@ _FIRST_REST, _LONGEST_REST = 4, 64
 class Proposer(Protocol):
     """Whatever proposes a forest: a draft model today."""
 
-    exhausted: bool  # the proposer can't go on (out of context): decoding goes on plain, same law
+    @property
+    def exhausted(self) -> bool:
+        """Whether it can't go on (out of context): decoding goes on plain, same law."""
 
     def begin(self, beams: list[Node], depth: int) -> None:
         """Launch what `propose` will be asked for next, where a device can work on its own."""
@@ -75,16 +79,19 @@ class DraftModelProposer:
         target: the target, where its conditionals may be used: with `best` only, for q must be the draft's.
         target_top: how many best entries of a target row may be asked for; 0: any number.
         nodes: of a forest that the target is to compute, the most probable ones; 0: all.
+        numbers: layers that every forest has random numbers for, however deep it is: a device can then be given
+            those of the next before it is known how deep this one is.
     """
 
     def __init__(
         self, draft: TreeModel, trie: Trie, processor: LogitsProcessor, width: int, sampler: Sampler, best: bool,
         mass: float = 1.0, distinct: bool = False, target: TreeModel | None = None, target_top: int = 0,
-        nodes: int = 0,
+        nodes: int = 0, numbers: int = 0,
     ) -> None:  # fmt: skip
         self._draft, self._trie, self._processor = draft, trie, processor
         self._width, self._sampler, self._best, self._mass = width, sampler, best, mass
         self._distinct, self._target, self._nodes = distinct, target, nodes
+        self._numbers = numbers
         self._entries = min(target_top or processor.top_n, processor.top_n)
         self.exhausted = False
 
@@ -123,6 +130,8 @@ class DraftModelProposer:
                 break
             probable |= found
             parents, scores = list(found), list(found.values())
+        if len(layers) < self._numbers:
+            self._sampler.sample(np.ones(1), (self._numbers - len(layers)) * self._width)
         if self._nodes:
             layers = most_probable_nodes(layers, probable, self._nodes, self._knows)
         return Forest(layers)

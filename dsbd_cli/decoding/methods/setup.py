@@ -47,6 +47,14 @@ def draws_distinct(settings: Settings) -> bool:
     )
 
 
+def tests_one_draw(settings: Settings) -> bool:
+    """Whether this is speculative sampling: one sequence, and one draw of q a layer that is accepted or not."""
+    one = settings.width == settings.draft_width == 1 and not draws_distinct(settings)
+    return settings.method == "speculative" or (
+        settings.method == "dsbd" and one and not takes_most_probable(settings)
+    )
+
+
 def width_rule_of(settings: Settings) -> ThresholdWidth | DistinctWidth | None:
     """The rule for W_L, or None for W in every layer. The paper's needs a forest; `distinct` looks at p alone."""
     own = width_from_target(settings)
@@ -142,8 +150,8 @@ def demand_of(settings: Settings, drafts: bool) -> Demand:
     width = 1 if one_beam else settings.width
     plain = not drafts or settings.method not in DRAFTING
     why_not_pipelined = why_not_captured = ""
-    if not plain and not takes_most_probable(settings):
-        why_not_pipelined = "only the rule cover can run ahead of the host"
+    if not plain and not takes_most_probable(settings) and not tests_one_draw(settings):
+        why_not_pipelined = "which random numbers come next depends on what is accepted"
     if draws_distinct(settings) and not takes_most_probable(settings):
         why_not_captured = "the host drafts distinct draws"
     if not plain and (on_host := host_proposals(settings)):
@@ -206,11 +214,13 @@ def start(
             processor = LogitsProcessor(settings.temperature, processor.top_k)
         if prices is not None and priced and gamma:
             shape = forest_shape(settings, prices, mass < 1)
-        own = best and engine is None and captured is None
+        # Full forests are those of a device, where the text depends on them.
+        alike = settings.forest == "full" and not forest_is_free(settings) and not host_proposals(settings)
+        own = best and engine is None and captured is None and not alike
         proposer = DraftModelProposer(
             draft, trie, processor, draft_width, draft_sampler, best, mass, draws_distinct(settings),
             target if own and not draft_alone else None, top_n_needed(settings, len(trie.eos_ids)),
-            settings.forest_nodes if own else 0,
+            settings.forest_nodes if own else 0, 0 if best else gamma,
         )  # fmt: skip
         if settings.lookup and own and gamma:
             proposer = LookupProposer(proposer, trie, prompt, settings.lookup)
@@ -227,6 +237,8 @@ def start(
         gamma=gamma,
         target=target,
         distinct=draws_distinct(settings),
+        draft_sampler=draft_sampler,
+        one_tested=tests_one_draw(settings) and proposer is not None and gamma > 0,
         dynamic_width=width_rule_of(settings),
         proposer=proposer,
         kv_one=kv_one,

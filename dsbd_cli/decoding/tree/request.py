@@ -26,6 +26,8 @@ class Request:
         dynamic_width: the rule for W_L, or None for W in every layer.
         draft_width: W_S, draws (or, for `cover`, distinct continuations) in each layer of a forest.
         gamma: layers to draft in an iteration, at most; 0 without a draft.
+        draft_sampler: the random numbers of q, where forests are drawn.
+        one_tested: one sequence, and one draw of q a layer that is accepted or not: speculative sampling.
         kv_one: the memory-constrained mode: only the best beam goes on behind an iteration.
     """
 
@@ -39,3 +41,5 @@ class Request:
     draft_width: int = 0
     gamma: int = 0
     kv_one: bool = False
+    draft_sampler: Sampler | None = None
+    one_tested: bool = False

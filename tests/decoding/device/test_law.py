@@ -22,6 +22,7 @@ from dsbd_cli.decoding.law.distribution import (
     joint,
     most_probable,
 )
+from dsbd_cli.decoding.law.verification import accept_one, align
 from dsbd_cli.decoding.law.width import DistinctWidth, ThresholdWidth
 from dsbd_cli.decoding.model.protocol import Side
 from tests.decoding.device.helpers import interpreted
@@ -130,6 +131,9 @@ class Given:
 
     def __init__(self, uniforms):
         self.left = list(uniforms)
+
+    def accept(self, numerator, denominator):
+        return self.left.pop(0) * denominator < numerator
 
     def sample(self, weights, count):
         cumulative = np.cumsum(weights)
@@ -313,6 +317,101 @@ def compare_with_numpy(law, gamma, distinct, rule, processor, one_beam):
     if rule is None and not distinct:
         assert widths == {3}
     assert rule is None or not gamma or min(widths) < 3
+
+
+@pytest.mark.parametrize("processor", PROCESSORS)
+def test_one_draw_is_tested_as_the_law_tests_it(law, processor):
+    """Speculative sampling: drafted draws of q, then draws of p, a layer at a time."""
+    law, device = law
+    rng = np.random.default_rng(11)
+    top_n, gamma = max(1, processor.top_n), 2
+    layout = CoverLayout.of(2, 1, 1, gamma, drawn=top_n)
+    sent, forest, now, verified = layout.request, layout.forest, layout.state, layout.verified
+    eos, reached, verdicts = torch.tensor(EOS, device=device), set(), set()
+    for trial in range(8 if interpreted(law, device) else 40):
+        drafts, packed = packed_rows(rng, 2 * gamma, top_n), packed_rows(rng, 2 * layout.nodes, top_n)
+        for r in range(2):  # a draft that mostly agrees
+            for depth in range(gamma):
+                if rng.random() < 0.7:
+                    packed[r * layout.nodes + depth] = drafts[2 * depth + r]
+        state, request, outcome = (
+            torch.zeros((2, size), dtype=torch.long)
+            for size in (layout.state_size, layout.request_size, layout.outcome_size)
+        )
+        uniforms, drafting = rng.random((2, layout.window, 2)), rng.random((2, gamma, 1))
+        state[:, now.position.at] = 40
+        request[:, sent.origin.at] = 40
+        request[:, sent.temperature.at] = words(np.full((2, 1), processor.temperature))
+        request[:, sent.top_p.at] = words(np.full((2, 1), processor.top_p))
+        request[:, sent.slack.at] = words(np.full((2, 1), -1.0))
+        request[:, sent.min_width.at] = 1
+        tested = trial % 4
+        request[:, sent.last.at] = 40 + 1 + tested
+        request[:, sent.uniforms.at] = words(uniforms.reshape(2, -1))
+        request[:, sent.draft_uniforms.at] = words(drafting.reshape(2, -1))
+        request[:, sent.target_rows.at] = torch.from_numpy(rng.permutation(500)[: layout.nodes])
+        state, request, outcome = (part.to(device) for part in (state, request, outcome))
+        scores = torch.zeros((2, 1), dtype=torch.float64, device=device)
+        for depth in range(gamma):
+            best = drafts[2 * depth : 2 * depth + 2].to(device)
+            args = best, scores, depth, layout, request, outcome, eos, processor.greedy, processor.top_n
+            law.draw(*args)
+            scores = forest.weight.of(outcome, torch.float64)[:, depth]
+            scores = torch.where(torch.isfinite(scores), scores, 0.0)
+        after = torch.zeros_like(state)
+        law.verify(
+            packed.to(device), state, after, request, outcome, layout, eos, processor.greedy, processor.top_n
+        )
+        outcome, after = outcome.cpu(), after.cpu()
+        for r in range(2):
+            q_rows, p_rows = rows_of(drafts), rows_of(packed[r * layout.nodes : (r + 1) * layout.nodes])
+            layers, at = 0, 0
+            for depth in range(gamma + 1):
+                p, score, passed = joint([0.0], [p_rows[at]], processor), 0.0, False
+                if depth < gamma:
+                    q = joint([0.0], [q_rows[2 * depth + r]], processor)
+                    (drawn,) = Given(drafting[r, depth]).sample(q.prob, 1)
+                    token = int(q.token[drawn])
+                    assert int(forest.token.of(outcome)[r, depth]) == token
+                    assert bool(torch.isinf(forest.weight.of(outcome, torch.float64)[r, depth])) == (
+                        token in EOS
+                    )
+                    inside = forest.prob.of(outcome, torch.float64)[r, depth].numpy() > 0
+                    assert (
+                        forest.support_token.of(outcome)[r, depth].numpy()[inside].tolist()
+                        == q.token.tolist()
+                    )
+                    assert np.allclose(
+                        forest.prob.of(outcome, torch.float64)[r, depth].numpy()[inside], q.prob
+                    )
+                    at_draw = int(forest.draws.of(outcome)[r, depth])
+                    assert int(forest.support_token.of(outcome)[r, depth, at_draw]) == token
+                if depth < min(gamma, tested):
+                    union, wide_p, wide_q = align(p.token, p.prob, q.token, q.prob)
+                    draw = int(np.searchsorted(union, token))
+                    got = accept_one(wide_p, wide_q, draw, Given(uniforms[r, depth]))
+                    new, passed = int(union[got.draws[0]]), got.passed
+                    verdicts.add(passed)
+                else:
+                    (pick,) = Given(uniforms[r, depth, 1:]).sample(p.prob, 1)
+                    new = int(p.token[pick])
+                    # The device goes on where the forest has what was drawn all the same.
+                    passed = depth < gamma and new == token
+                layers += 1
+                assert int(verified.parent.of(outcome)[r, depth]) == 0
+                assert int(verified.token.of(outcome)[r, depth]) == new
+                score = float(p.logp[list(p.token).index(new)])
+                assert np.isclose(float(verified.logp.of(outcome, torch.float64)[r, depth]), score)
+                row = int(request[r, sent.target_rows.at][at])
+                if not passed or new in EOS:
+                    break
+                at = 1 + depth
+            reached.add(layers)
+            assert int(verified.layers.of(outcome)[r]) == layers
+            assert int(now.token.of(after)[r]) == new
+            assert int(now.row.of(after)[r]) == row
+    assert reached == {1, 2, 3}
+    assert processor.greedy or verdicts == {True, False}
 
 
 @pytest.mark.parametrize("gamma", [0, 2])

@@ -29,6 +29,15 @@ def test_fields_of_an_iteration_fill_their_blocks(sizes):
     assert layout.forest.support_parent == layout.forest.parent
 
 
+@pytest.mark.parametrize("more", [{"kept": 9}, {"drawn": 7}])
+def test_fields_of_beam_search_and_of_drawn_forests_fill_their_blocks(more):
+    layout = CoverLayout.of(2, 1 if "drawn" in more else 3, 1 if "drawn" in more else 4, 2, **more)
+    assert covered([layout.state], layout.state_size)
+    assert covered([layout.request], layout.request_size)
+    assert covered([layout.forest, layout.verified], layout.outcome_size)
+    assert (layout.forest.support_parent == layout.forest.parent) == ("kept" in more)
+
+
 @pytest.mark.parametrize(("gamma", "support", "target_size"), [(1, 4, 8), (3, 10, 16), (2, 3, 1)])
 def test_fields_of_an_iteration_that_the_host_verifies_fill_their_blocks(gamma, support, target_size):
     layout = DraftLayout.of(4, 5, gamma, support, 7, 8, target_size)

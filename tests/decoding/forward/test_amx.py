@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from dsbd_cli.decoding.cache.buffers import KVBuffer
+from dsbd_cli.decoding.cache.buffers import KVBuffer, Span
 from dsbd_cli.decoding.forward import amx, llama
 from dsbd_cli.decoding.forward.backends import why_no_amx
 from dsbd_cli.decoding.forward.kernels import PrepackedLinear, c_kernels
@@ -53,6 +53,7 @@ def run(forward, model, cache: KVBuffer, ids: Tensor, parents: list[int], slots:
         mask[i, slots[i]] = 0
         depth.append(0 if parent < 0 else depth[parent] + 1)
     cache.slots, cache.used = torch.tensor(slots), max(slots) + 1
+    cache.spans = (Span(0, count, 0, cache.used),)
     return forward(cache, ids, torch.tensor(depth), mask[:, : cache.used], 0)
 
 

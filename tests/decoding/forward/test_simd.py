@@ -81,9 +81,9 @@ def test_products_are_torchs_and_a_row_does_not_depend_on_its_neighbours(level, 
 # as if it lay where it does not: an AVX-512 machine ends it too.
 _WIDE = """
 from dsbd_cli.decoding.forward import native, simd
-flags = ["-O1", "-DWIDE", "-Wno-psabi", "-fsanitize=alignment", "-fsanitize-undefined-trap-on-error"]
+wide = ["-O1", "-DWIDE", "-Wno-psabi", "-fsanitize=alignment", "-fsanitize-undefined-trap-on-error"]
 built = native.built
-native.built = lambda *sources, level=None: built(*sources, flags=flags, level=level)
+native.built = lambda *sources, flags=(), level=None: built(*sources, flags=[*flags, *wide], level=level)
 from tests.decoding.forward import test_simd
 x = test_simd.noise(13, 96)
 for kind in range(5):

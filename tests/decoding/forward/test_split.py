@@ -15,7 +15,8 @@ import pytest
 from tests import builders
 from tests.decoding.forward.split_worker import answers
 
-pytestmark = pytest.mark.slow
+# One process of the suite runs them all: the pairs of processes that they share are started once.
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("split")]
 
 ROOT = Path(__file__).parents[3]
 WAYS = {

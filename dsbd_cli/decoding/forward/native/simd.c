@@ -52,6 +52,19 @@ static const long BYTES[FORMATS] = {320, 544, 64, 32, 64};
 static long up(long x, long to) { return (x + to - 1) / to * to; }
 static inline long unit_bytes(long format, long in) { return in / DEEP[format] * BYTES[format]; }
 
+/* a b + c, rounded once where the processor can: written out, for compilers contract here and not there (GCC, for
+ * some processors, not in a sum that waits for itself), and then a row's bits would depend on its neighbours. */
+INLINE vf fused(vf a, vf b, vf c) {
+#if defined(__AVX512F__)
+    return (vf)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif VL == 8 && defined(__FMA__)
+    return (vf)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#else
+    return a * b + c;
+#endif
+}
+INLINE vf spread(float x) { return x - (vf){0}; }
+
 /* Half precision. */
 
 INLINE vf halves(const uint16_t *from) {
@@ -246,7 +259,7 @@ INLINE void few(const int format, const int A, const int N, const char *weight, 
                 for (int a = 0; a < A * V; a++) {
                     vf w = widened(format, weight + a / V * unit + i / word * 64, a % V, j, d[a], m[a]);
 #pragma GCC unroll 16
-                    for (int n = 0; n < N; n++) sum[a][n] += w * x[n * stride + k + i + j];
+                    for (int n = 0; n < N; n++) sum[a][n] = fused(w, spread(x[n * stride + k + i + j]), sum[a][n]);
                 }
     }
 #pragma GCC unroll 16
@@ -298,9 +311,9 @@ INLINE void many(const int N, const float *weight, const float *x, long stride, 
         for (int v = 0; v < V; v++) w[v] = *(const vf *)(weight + v * VL);
 #pragma GCC unroll 16
         for (int n = 0; n < N; n++) {
-            float one = x[n * stride + k];
+            vf one = spread(x[n * stride + k]);
 #pragma GCC unroll 4
-            for (int v = 0; v < V; v++) sum[v][n] += w[v] * one;
+            for (int v = 0; v < V; v++) sum[v][n] = fused(w[v], one, sum[v][n]);
         }
     }
 #pragma GCC unroll 16
@@ -497,7 +510,7 @@ INLINE void dots(const float *q, const float *const k[4], long size, float *out)
     for (long i = 0; i < size; i += VL) {
         vf one = *(const vf_any *)(q + i);
 #pragma GCC unroll 4
-        for (int s = 0; s < 4; s++) sum[s] += one * *(const vf_any *)(k[s] + i);
+        for (int s = 0; s < 4; s++) sum[s] = fused(one, *(const vf_any *)(k[s] + i), sum[s]);
     }
 #if VL == 8 || defined(__AVX512F__)
     __m256 half[4];
@@ -527,9 +540,10 @@ INLINE void weigh(const int C, const float *values, const int32_t *slots, long c
 #pragma GCC unroll 16
     for (int c = 0; c < C * V; c++) sum[c] = (vf){0};
     for (long i = 0; i < count; i++) {
-        const float *row = values + slots[i] * size, weight = weights[i];
+        const float *row = values + slots[i] * size;
+        const vf weight = spread(weights[i]);
 #pragma GCC unroll 16
-        for (int c = 0; c < C * V; c++) sum[c] += *(const vf_any *)(row + c * VL) * weight;
+        for (int c = 0; c < C * V; c++) sum[c] = fused(*(const vf_any *)(row + c * VL), weight, sum[c]);
     }
 #pragma GCC unroll 16
     for (int c = 0; c < C * V; c++) *(vf_any *)(out + c * VL) = sum[c] * scale;
