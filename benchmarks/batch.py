@@ -2,6 +2,7 @@
 
     python -m benchmarks.batch --input FILE [--limit N] [--sizes 1,2,4,...] [--methods dsbd,beam] [--hf 8,32]
         [--rounds N] [--json OUT] [--inflate ...]
+    python -m benchmarks.batch --plot IMAGE OUT...
 
 FILE holds a JSON string or an object with `prompt` a line (`dsbd generate --input`). Every arm decodes all
 prompts, prefill included, in turns with the other methods at its batch size, captures made before; printed
@@ -30,6 +31,7 @@ from dsbd_cli.bench.hf import config_of
 from dsbd_cli.decoder import Decoder
 from dsbd_cli.errors import DsbdError
 from dsbd_cli.loading.quiet import quiet_transformers
+from dsbd_cli.prices import Acceptance, Prices, Shape, best_iteration, distinct_beams, expected_layers
 from dsbd_cli.settings import Settings
 
 
@@ -37,7 +39,11 @@ def parser() -> argparse.ArgumentParser:
     """The command line."""
     result = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     pairs.add_pair(result)
-    result.add_argument("--input", type=Path, required=True, help="prompts, as for dsbd generate --input")
+    result.add_argument("--input", type=Path, help="prompts, as for dsbd generate --input")
+    result.add_argument("--plot", type=Path, help="draw what --json wrote, of one machine, instead")
+    result.add_argument(
+        "found", nargs="*", type=Path, help="for --plot; of an arm in several, the last one counts"
+    )
     result.add_argument("--limit", type=int, default=256, help="of them (default %(default)s)")
     result.add_argument(
         "--few", type=int, default=32, help="prompts for arms of at most 2 at a time and for Hugging Face"
@@ -57,6 +63,11 @@ def parser() -> argparse.ArgumentParser:
 
 def main(arguments: list[str] | None = None) -> int:
     options = parser().parse_args(arguments)
+    if options.plot is not None:
+        plot([json.loads(path.read_text()) for path in options.found], options.plot)
+        return 0
+    if options.input is None:
+        parser().error("--input is missing")
     quiet_transformers()
     try:
         decoder, base = pairs.load(options)
@@ -87,7 +98,8 @@ def main(arguments: list[str] | None = None) -> int:
                 runs.append(run(decoder, base, arm, mine) | {"round": number})
                 print(json.dumps(runs[-1]), flush=True)
                 if options.json:
-                    record = {"facts": pairs.facts(decoder), "settings": base.to_dict(), "runs": runs}
+                    record = {"facts": pairs.facts(decoder), "settings": base.to_dict(), "runs": runs,
+                              "prices": prices_of(decoder, base)}  # fmt: skip
                     options.json.write_text(json.dumps(record, indent=1))
     arms = [arm for group in groups for arm in group]
     print(f"{'method':16} {'at a time':10} {'tokens/s':>9} {'s an answer':>11}")
@@ -126,6 +138,71 @@ def run(
     seconds = time.perf_counter() - begin
     return {"method": method, "arm": name, "prompts": len(prompts), "tokens": tokens, "seconds": seconds,
             "tokens_per_s": tokens / seconds, "latency_s": statistics.median(latencies)} | more  # fmt: skip
+
+
+def prices_of(decoder: Decoder, settings: Settings) -> dict[str, Any] | None:
+    """The table that the batches went by; None where none was measured."""
+    if decoder.buffers is None or not decoder.target.captured:
+        return None
+    prices = decoder.prices.captured(settings, lambda: Prices.assumed(0.0, 0.0))
+    return None if prices is None else prices.to_dict()
+
+
+def limit(prices: Prices, settings: dict[str, Any], method: str, requests: int) -> float:
+    """Layers a second if the device worked all the time and prompts cost nothing."""
+    width = int(settings["width"])
+    known = Acceptance.assumed(distinct_beams(width), settings["gamma"], settings["draft_width"])
+    shape = Shape(0, 1)
+    if method == "dsbd":
+        shape = best_iteration(
+            prices, known, requests=requests, width=width, max_gamma=settings["gamma"],
+            max_draft_width=settings["draft_width"], host_ms=(0.0, 0.0, 0.0),
+        )  # fmt: skip
+    gamma, inside = shape
+    ms = prices.target(requests * (width + gamma * inside))
+    if gamma and prices.draft is not None:
+        ms += prices.draft(requests * 2 * width) + (gamma - 1) * prices.draft(requests * inside)
+    return 1000 * requests * expected_layers(gamma, known.beams, inside, known) / ms
+
+
+def plot(records: Sequence[dict[str, Any]], path: Path) -> None:
+    """Tokens a second and seconds an answer by batch size, with what the price table allows."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    latest: dict[tuple[str, int], dict[str, list[float]]] = {}
+    for record in records:
+        found: dict[tuple[str, int], dict[str, list[float]]] = {}
+        for one in record["runs"]:
+            if one["arm"] != "one":
+                arm = found.setdefault((one["method"], int(one["arm"].split()[1])), {"rate": [], "each": []})
+                arm["rate"].append(one["tokens_per_s"])
+                arm["each"].append(one["latency_s"])
+        latest |= found
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(10, 4), layout="constrained")
+    table = next((record["prices"] for record in reversed(records) if record.get("prices")), None)
+    methods = list(dict.fromkeys(method for method, _ in latest))
+    for method in methods:
+        sizes = sorted(size for name, size in latest if name == method)
+        rate, each = (
+            [statistics.median(latest[method, size][what]) for size in sizes] for what in ("rate", "each")
+        )
+        (line,) = left.plot(sizes, rate, marker="o", label=method)
+        right.plot(sizes, each, marker="o", color=line.get_color(), label=method)
+        if table is not None and not method.startswith("hf"):
+            prices, settings = Prices.from_dict(table), records[-1]["settings"]
+            most = [limit(prices, settings, method, size) for size in sizes]
+            left.plot(sizes, most, linestyle=":", color=line.get_color(), label=f"{method}: device alone")
+    for axes, what in ((left, "tokens/s, whole runs"), (right, "s an answer (median)")):
+        axes.set(xscale="log", xlabel="prompts at a time", ylabel=what, ylim=(0, None))
+        ticks = sorted({size for _, size in latest})
+        axes.set_xticks(ticks, [str(size) for size in ticks])
+        axes.minorticks_off()
+        axes.grid(alpha=0.3)
+        axes.legend(fontsize="small")
+    figure.savefig(path, dpi=110)
 
 
 def hf(decoder: Decoder, settings: Settings, prompts: Sequence[Any], size: int) -> tuple[int, list[float]]:
