@@ -24,7 +24,8 @@ HERE = Path(__file__).resolve().parents[1]
 PROMPT = "Why is the sky blue?"
 # Prints one JSON list of [stage, wall seconds, CPU seconds] on stderr; runs in checkouts without `loading.ready` too.
 STAGES = """
-import json, os, sys, time
+import gc, json, os, sys, time
+gc.disable()
 marks, clock, cpu = [], [time.perf_counter()], [0.0]
 def mark(stage):
     now, used = time.perf_counter(), time.process_time()
@@ -53,6 +54,7 @@ if pair is None:
     pair = dsbd_cli.loading.pair.load(spec)
 mark("configs, tokenizer, weights")
 decoder = dsbd_cli.decoder.Decoder(pair, settings)
+gc.freeze(); gc.enable()
 mark("forwards: weights packed")
 decoder.ready(settings)
 decoder.draft.require_tree()
@@ -118,6 +120,8 @@ def main() -> None:
     parts: dict[Path, list[list[tuple[str, float, float]]]] = {place: [] for place in places}
     for turn in range(options.repeats + 1):
         for place in places if turn % 2 else reversed(places):
+            if options.checkout:
+                command(place, options.tokens)  # each takes the place of what the other has remembered
             measured = command(place, options.tokens), stages(place)
             if turn:
                 commands[place].append(measured[0])

@@ -6,10 +6,13 @@ traceback.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import errno
+import gc
 import os
 import sys
+import threading
 from collections.abc import Sequence
 from typing import Annotated
 
@@ -169,10 +172,33 @@ def main() -> None:
     """Entry point of the `dsbd` script."""
     streams.hold_descriptors()
     signals.heed()
+    if sys.argv[1:2] in (["generate"], ["chat"]):
+        # Imports make a quarter of a million objects that stay, and each search for garbage looks at them all:
+        # `options` turns it on once the pair is loaded.
+        gc.disable()
     code = run()
     if code == 130:
         # Threads of torch may still be in a forward; an orderly exit would wait for them.
         sys.stderr.flush()
         os._exit(signals.EXIT_CODE if signals.terminated() else 130)
-    depart(code)
+    else:
+        depart(code)
+        _leave(code)
+
+
+def _leave(code: int) -> None:
+    """End the process: with torch at once, for an orderly end takes it most of a second to free what goes anyway.
+
+    What is registered for the end still runs, and streams are flushed. Where one refuses, or a thread has work of
+    its own to finish, the end is the interpreter's.
+    """
+    others = [one for one in threading.enumerate() if one is not threading.current_thread()]
+    if "torch" in sys.modules and all(one.daemon for one in others):
+        with contextlib.suppress(OSError, ValueError):
+            sys.stdout.flush()
+            sys.stderr.flush()
+            atexit._run_exitfuncs()
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(code)
     sys.exit(code)

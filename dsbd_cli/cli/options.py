@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -269,6 +270,15 @@ class Chosen:
 
 def _open(spec: Any, settings: Settings, wanted: bool) -> Decoder:
     """A decoder over a pair as it was remembered, or loaded in full and then remembered."""
+    try:
+        return _opened(spec, settings, wanted)
+    finally:
+        if not gc.isenabled():  # `main.main` has put it off; what is there now stays
+            gc.freeze()
+            gc.enable()
+
+
+def _opened(spec: Any, settings: Settings, wanted: bool) -> Decoder:
     from dsbd_cli.decoder import Decoder
     from dsbd_cli.loading import load_pair
     from dsbd_cli.loading.progress import TerminalProgress

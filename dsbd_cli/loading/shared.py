@@ -46,8 +46,8 @@ def dequantised(path: Path) -> dict[str, Tensor]:
         scale = stored.get(name + ".scale")
         if scale is not None and scale.numel() != tensor.shape[0]:
             raise UserError(f"{path}: {name} has {tensor.shape[0]} rows and {scale.numel()} scales")
-        # One scale a row, stored as [rows] or [rows, 1].
-        weights[name] = tensor.float() if scale is None else tensor.float() * scale.float().reshape(-1, 1)
+        # One scale a row, stored as [rows] or [rows, 1]; one pass over the weights, widened on the way.
+        weights[name] = tensor.float() if scale is None else torch.mul(tensor, scale.float().reshape(-1, 1))
     return weights
 
 

@@ -14,7 +14,7 @@ import torch
 
 from dsbd_cli.decoder import Decoder
 from dsbd_cli.loading import PairSpec, load_pair
-from dsbd_cli.loading.ready import file
+from dsbd_cli.loading.ready import file, key
 from dsbd_cli.loading.ready import pair as ready
 from dsbd_cli.loading.ready.tokenizer import ReadyTokenizer, faithful, stored_form
 from dsbd_cli.prices.measure import facts_of
@@ -179,7 +179,7 @@ def _no_kernels(spec: PairSpec, patch: pytest.MonkeyPatch) -> None:
 
 
 def _other_code(spec: PairSpec, patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(ready, "_code_sum", lambda: "0")
+    patch.setattr(key, "code_sum", lambda: "0")
 
 
 def _other_version(spec: PairSpec, patch: pytest.MonkeyPatch) -> None:
@@ -197,7 +197,7 @@ def test_what_it_depends_on_is_in_its_key(
 ) -> None:
     if (
         change is _no_kernels
-        and ready._key(spec, True, ready._sources(spec, True), Path("x"))["compiled"] is None
+        and key.key_of(spec, True, ready._sources(spec, True), Path("x"))["compiled"] is None
     ):  # type: ignore[index]
         pytest.skip("nothing is compiled here")
     assert remembered(spec)

