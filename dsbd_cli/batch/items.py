@@ -36,6 +36,11 @@ def item_seed(seed: int, index: int) -> int:
     return int(state[0]) >> 11
 
 
+def form_of(path: Path) -> str:
+    """How the lines of a file are read: `text` or `json`."""
+    return "text" if path.suffix == ".txt" else "json"
+
+
 def read_items(path: Path) -> tuple[list[Item], str]:
     """The prompts of a file and the SHA-256 of its bytes.
 
