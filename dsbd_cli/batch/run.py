@@ -19,7 +19,7 @@ from dsbd_cli.batch.store import Store
 from dsbd_cli.errors import Stopped, UserError
 from dsbd_cli.group import joined
 from dsbd_cli.result import Result
-from dsbd_cli.settings import Settings, verifies_draws
+from dsbd_cli.settings import Settings, verifies_draws, width_from_target
 from dsbd_cli.version import __version__
 
 if TYPE_CHECKING:
@@ -151,11 +151,13 @@ def decoded_by(decoder: Decoder) -> dict[str, Any]:
 
 
 def _prices(decoder: Decoder, settings: Settings, tell: Tell) -> str | None:
-    """16 hex digits of the prices that a text depends on: where draws of the draft decide, forests do.
+    """16 hex digits of the prices that a text depends on; None where it does not (docs/design.md section 3).
 
-    None where it does not, `cover` among them (docs/design.md section 3).
+    It does where draws of the draft decide, and where widths or kept beams follow what was drafted.
     """
-    if not verifies_draws(vars(settings)) or not decoder.prices.wanted(settings):
+    widths = settings.threshold is not None and not width_from_target(settings)
+    follows = verifies_draws(vars(settings)) or widths or settings.kv == "one"
+    if not follows or not decoder.prices.wanted(settings):
         return None
     if (line := decoder.prices.announcement(settings)) is not None:
         tell(line)
@@ -245,17 +247,12 @@ def _for_all(prompts: Iterable[str | None]) -> Iterator[str | None]:
         return
     own = iter(prompts)
     while (come := group.agreed(_next(own) if group.first else None)) is not None:
-        if isinstance(come, UserError):
-            raise come
         yield come[0]
 
 
-def _next(prompts: Iterator[str | None]) -> list[str | None] | UserError | None:
-    """What comes: a prompt in a list, what is wrong with it, or the end."""
-    try:
-        return list(itertools.islice(prompts, 1)) or None
-    except UserError as error:
-        return error
+def _next(prompts: Iterator[str | None]) -> list[str | None] | None:
+    """What comes: a prompt in a list, or the end."""
+    return list(itertools.islice(prompts, 1)) or None
 
 
 def _numbered(prompts: Iterable[str | None]) -> Iterator[Item | None]:

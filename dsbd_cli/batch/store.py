@@ -38,6 +38,11 @@ class Store:
 
     def __init__(self, path: Path, total: int, shard: Shard, tell: Callable[[str], None]) -> None:
         refuse_unwritable(path, "--output")
+        if path.absolute().parent in (Path("/dev"), Path("/dev/fd")) or path.absolute().parts[1:2] == (
+            "proc",
+        ):
+            # /dev/stdout is a regular file where the shell sent it to one.
+            raise UserError(f"--output {path} is a stream, not a file: for stdout there is --lines")
         refuse_special(path, f"--output {path}", "it is read again to go on; for a pipe there is --lines")
         self.path, self.total, self.shard, self.tell = path, total, shard, tell
         self.sidecar = path.with_name(path.name + ".run.json")

@@ -226,12 +226,16 @@ def test_cut_off_at_30_random_moments_it_resumes_to_the_same_bytes(
         assert report["resumed"] > 0
 
 
-@pytest.mark.parametrize("verify", ["paper", "continue", "cover"])
+@pytest.mark.parametrize(
+    "rule",
+    [{"verify": "paper"}, {"verify": "continue"}, {}, {"threshold": 0.9}, {"kv": "one"},
+     {"threshold": 0.9, "width_rule": "distinct"}],
+)  # fmt: skip
 def test_other_prices_are_another_run_where_the_text_follows_them(
-    decoder: Decoder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, verify: str
+    decoder: Decoder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rule: dict[str, Any]
 ) -> None:
     source, out = prompts(tmp_path), tmp_path / "out.jsonl"
-    chosen: Any = Loaded(decoder, dataclasses.replace(SETTINGS, verify=verify, lookup=0))
+    chosen: Any = Loaded(decoder, dataclasses.replace(SETTINGS, **rule))
     tables = [
         Prices(Curve((1, 8), (1.0, 2.0)), Curve((1, 8), (cost, 2.0)), 0.1, "a test") for cost in (0.2, 0.3)
     ]
@@ -243,7 +247,7 @@ def test_other_prices_are_another_run_where_the_text_follows_them(
     run(tables[0])
     whole, kept = out.read_bytes(), unmeasured(out)
     out.write_bytes(whole[: whole.index(b"\n") + 1])
-    if verify == "cover":
+    if rule in ({}, {"threshold": 0.9, "width_rule": "distinct"}):
         run(tables[1])
     else:
         with pytest.raises(UserError, match="begun with another table of prices"):
