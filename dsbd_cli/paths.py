@@ -82,6 +82,36 @@ def write_whole(path: Path, data: str | bytes | Iterable[bytes]) -> None:
         raise write_error(path, error, "then give the same command again") from error
 
 
+def same_file(fd: int, path: Path) -> bool:
+    """Whether the open file `fd` is still the one that `path` names."""
+    try:
+        return os.path.samestat(os.fstat(fd), os.stat(path))
+    except FileNotFoundError:
+        return False
+
+
+def check_own(fd: int, path: Path, size: int, run: str) -> None:
+    """Records in a file that was removed are lost without a word, and those of one that was cut have gaps.
+
+    Args:
+        fd, size: the open file that `path` named, and the bytes that it must have.
+        run: what writes to it.
+
+    Raises:
+        RunError: it was removed, replaced or changed since.
+    """
+    if not same_file(fd, path):
+        raise RunError(
+            f"{path} was removed or replaced while the {run} was running: its records are lost; "
+            "the same command begins anew"
+        )
+    if os.fstat(fd).st_size != size:
+        raise RunError(
+            f"{path} was changed by someone else while the {run} was running: move it away, and "
+            "give the same command again"
+        )
+
+
 def write_error(what: Path | str, error: OSError, then: str = "") -> RunError:
     """The one line for a write that failed: where, why, and what to do.
 

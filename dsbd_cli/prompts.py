@@ -60,7 +60,9 @@ def encode(
 def _check_text(text: Any) -> None:
     """Refuse what no tokenizer takes; it would be a TypeError from deep inside."""
     if isinstance(text, str) and broken(text):
-        raise UserError("the prompt is not UTF-8 text (it holds half a surrogate pair): mend its encoding")
+        raise UserError(
+            "the prompt is not UTF-8 text (it holds a broken byte or half a surrogate pair): mend its encoding"
+        )
 
 
 def _bos(tokenizer: Any) -> int:

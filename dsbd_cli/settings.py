@@ -124,7 +124,7 @@ class Settings:
         if self.draws == "distinct" and self.width_rule == "paper" and self.threshold is not None:
             raise UserError("width-rule paper counts iid draws: beside draws distinct, leave it out")
         for name in NO_DRAWS:
-            if getattr(self, name) and _verifies_draws(vars(self)):
+            if getattr(self, name) and verifies_draws(vars(self)):
                 rule = self.verify if self.method == "dsbd" else self.method
                 raise UserError(
                     f"{_option(name)} proposes what is no draw of the draft, and {rule} verifies draws: leave it "
@@ -160,7 +160,7 @@ class Settings:
                 if name in given:
                     raise UserError(f"{_option(name)} has no meaning beside deterministic: leave it out")
                 base[name] = DEFAULTS[name]
-        if _verifies_draws(base | given):
+        if verifies_draws(base | given):
             base |= {name: DEFAULTS[name] for name in NO_DRAWS}
         if given.get("draws") == "distinct" and "width_rule" not in given:
             base["width_rule"] = DEFAULTS["width_rule"]
@@ -178,7 +178,7 @@ class Settings:
         }
 
 
-def _verifies_draws(values: Mapping[str, Any]) -> bool:
+def verifies_draws(values: Mapping[str, Any]) -> bool:
     """Whether settings verify the draft's own draws, from what they were drawn with."""
     if values["method"] not in DRAFTING or values["deterministic"]:
         return False

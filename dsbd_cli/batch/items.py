@@ -36,6 +36,11 @@ def item_seed(seed: int, index: int) -> int:
     return int(state[0]) >> 11
 
 
+def form_of(path: Path) -> str:
+    """How the lines of a file are read: `text` or `json`."""
+    return "text" if path.suffix == ".txt" else "json"
+
+
 def read_items(path: Path) -> tuple[list[Item], str]:
     """The prompts of a file and the SHA-256 of its bytes.
 
@@ -81,7 +86,7 @@ def read_items(path: Path) -> tuple[list[Item], str]:
 
 def _parse(line: str, index: int, where: str) -> Item:
     try:
-        entry = json.loads(line)
+        entry = json.loads(line, object_pairs_hook=_once)
     except (ValueError, RecursionError) as error:
         raise UserError(f"{where}: not JSON ({error})") from None
     if isinstance(entry, str):
@@ -94,7 +99,7 @@ def _parse(line: str, index: int, where: str) -> Item:
     if ("prompt" in entry) == ("messages" in entry):
         raise UserError(f"{where}: must have either prompt or messages")
     own = entry.get("id")
-    if not (own is None or isinstance(own, (str, int))) or (isinstance(own, str) and broken(own)):
+    if not (own is None or type(own) in (str, int)) or (isinstance(own, str) and broken(own)):
         raise UserError(f"{where}: id must be a text or a whole number")
     prompt: Any = entry.get("prompt", entry.get("messages"))
     if "prompt" in entry and not isinstance(prompt, str):
@@ -102,6 +107,15 @@ def _parse(line: str, index: int, where: str) -> Item:
     if "messages" in entry and not _messages(prompt):
         raise UserError(f"{where}: messages must be a list of objects with the texts role and content")
     return Item(index, prompt, own)
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"key {twice!r} is given twice")
+    return found
 
 
 def _messages(value: Any) -> bool:

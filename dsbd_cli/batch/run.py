@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import json
 import secrets
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -12,13 +13,13 @@ from typing import TYPE_CHECKING, Any
 
 from dsbd_cli.batch import AUTO
 from dsbd_cli.batch.echo import Echo
-from dsbd_cli.batch.items import Item, read_items
+from dsbd_cli.batch.items import Item, form_of, read_items
 from dsbd_cli.batch.progress import BatchProgress
 from dsbd_cli.batch.store import Store
 from dsbd_cli.errors import Stopped, UserError
 from dsbd_cli.group import joined
 from dsbd_cli.result import Result
-from dsbd_cli.settings import Settings
+from dsbd_cli.settings import Settings, verifies_draws, width_from_target
 from dsbd_cli.version import __version__
 
 if TYPE_CHECKING:
@@ -62,7 +63,7 @@ def run_file(
         "dsbd": __version__,
         "seed": seed,
         "settings": {name: value for name, value in settings.to_dict().items() if name != "seed"},
-        "input": {"sha256": digest, "prompts": len(items)},
+        "input": {"sha256": digest, "prompts": len(items), "form": form_of(source)},
         "sources": chosen.sources(),
     }
     store = Store(output, len(items), shard, tell) if team.first else Echo(output, len(items), shard, tell)
@@ -80,6 +81,8 @@ def run_file(
             tell(line)
         decoder.ready(settings)
         facts |= {"models": decoded_by(decoder), "weights": weights(decoder)}
+        if shard.world == 1 and (prices := _prices(decoder, settings, tell)) is not None:
+            facts["prices"] = prices
         seed = group.agreed(store.claim(facts, seed_given))
         if group.agreed(shard.world == 1 and store.is_whole):
             tell(f"all {len(items)} prompts are done already: {output}")
@@ -145,6 +148,26 @@ def decoded_by(decoder: Decoder) -> dict[str, Any]:
         role: None if model is None else f"{model['name']} {model['dtype']} {model['device'].split(':')[0]}"
         for role, model in decoder.models().items()
     }
+
+
+def _prices(decoder: Decoder, settings: Settings, tell: Tell) -> str | None:
+    """16 hex digits of the prices that a text depends on; None where it does not (docs/design.md section 3).
+
+    It does where draws of the draft decide, and where widths or kept beams follow what was drafted.
+    """
+    widths = settings.threshold is not None and not width_from_target(settings)
+    follows = verifies_draws(vars(settings)) or widths or settings.kv == "one"
+    if not follows or not decoder.prices.wanted(settings):
+        return None
+    if (line := decoder.prices.announcement(settings)) is not None:
+        tell(line)
+    found = decoder.prices.look_up(settings)
+    for note in found.notes:
+        tell(note)
+    if found.prices is None:
+        return None
+    table = json.dumps(found.prices.to_dict(), sort_keys=True)
+    return hashlib.sha256(table.encode()).hexdigest()[:16]
 
 
 def weights(decoder: Decoder) -> dict[str, str | None]:
@@ -224,17 +247,12 @@ def _for_all(prompts: Iterable[str | None]) -> Iterator[str | None]:
         return
     own = iter(prompts)
     while (come := group.agreed(_next(own) if group.first else None)) is not None:
-        if isinstance(come, UserError):
-            raise come
         yield come[0]
 
 
-def _next(prompts: Iterator[str | None]) -> list[str | None] | UserError | None:
-    """What comes: a prompt in a list, what is wrong with it, or the end."""
-    try:
-        return list(itertools.islice(prompts, 1)) or None
-    except UserError as error:
-        return error
+def _next(prompts: Iterator[str | None]) -> list[str | None] | None:
+    """What comes: a prompt in a list, or the end."""
+    return list(itertools.islice(prompts, 1)) or None
 
 
 def _numbered(prompts: Iterable[str | None]) -> Iterator[Item | None]:

@@ -19,8 +19,8 @@ from typing import Any
 
 from dsbd_cli.batch.shard import Shard
 from dsbd_cli.batch.watch import Watch, lock, part_of
-from dsbd_cli.errors import RunError, UserError
-from dsbd_cli.paths import refuse_special, refuse_unwritable, write_error, write_whole
+from dsbd_cli.errors import UserError
+from dsbd_cli.paths import check_own, refuse_special, refuse_unwritable, same_file, write_error, write_whole
 
 
 class Store:
@@ -38,6 +38,11 @@ class Store:
 
     def __init__(self, path: Path, total: int, shard: Shard, tell: Callable[[str], None]) -> None:
         refuse_unwritable(path, "--output")
+        if path.absolute().parent in (Path("/dev"), Path("/dev/fd")) or path.absolute().parts[1:2] == (
+            "proc",
+        ):
+            # /dev/stdout is a regular file where the shell sent it to one.
+            raise UserError(f"--output {path} is a stream, not a file: for stdout there is --lines")
         refuse_special(path, f"--output {path}", "it is read again to go on; for a pipe there is --lines")
         self.path, self.total, self.shard, self.tell = path, total, shard, tell
         self.sidecar = path.with_name(path.name + ".run.json")
@@ -77,7 +82,7 @@ class Store:
             fd, path = self._files.pop()
             facts = os.fstat(fd)
             unused = stat.S_ISREG(facts.st_mode) and facts.st_size == 0 and not path.is_symlink()
-            if unused and _same_file(fd, path):
+            if unused and same_file(fd, path):
                 path.unlink(missing_ok=True)
             os.close(fd)
 
@@ -178,7 +183,7 @@ class Store:
         Raises:
             RunError: the disk is full, or the file is no longer what this run has written.
         """
-        self._check_own()
+        check_own(self._out, self._own, self._size, "batch")
         view = memoryview(line)
         try:
             while view:
@@ -186,15 +191,6 @@ class Store:
         except OSError as error:
             raise write_error(self._own, error, "the same command then goes on") from error
         self._size += len(line)
-
-    def _check_own(self) -> None:
-        """Records in a file that was removed are lost without a word, and those of one that was cut have gaps."""
-        if not _same_file(self._out, self._own):
-            raise RunError(f"{self._own} was removed or replaced while the batch was running: its records are lost; "
-                           "the same command begins anew")  # fmt: skip
-        if os.fstat(self._out).st_size != self._size:
-            raise RunError(f"{self._own} was changed by someone else while the batch was running: move it away, and "
-                           "give the same command again")  # fmt: skip
 
     def finish(self) -> None:
         """All prompts of this process are done. Rank 0 waits for the others and writes OUT.
@@ -204,7 +200,7 @@ class Store:
         """
         if self.shard.rank > 0:
             return
-        self._check_own()
+        check_own(self._out, self._own, self._size, "batch")
         if self.shard.world > 1:
             watch = Watch(self.path, self.shard, self.tell)
             while missing := set(range(self.total)) - self.done:
@@ -229,7 +225,7 @@ class Store:
             if not lock(fd, patient=self.shard.world > 1):
                 os.close(fd)
                 raise UserError(f"another dsbd is writing to {path}: wait for it, or give another --output")
-            if _same_file(fd, path):
+            if same_file(fd, path):
                 self._files.append((fd, path))
                 return fd
             # The run before ended, and took its empty file with it, between our opening and locking.
@@ -295,16 +291,16 @@ def _differences(there: Mapping[str, Any], here: Mapping[str, Any], seed_given: 
         one, two = there.get(name), here.get(name)
         if one == two or name == "sources" or (name == "seed" and not seed_given):
             continue
+        if name == "prices":
+            # Shared out, each machine has its own.
+            changed += [] if None in (one, two) else ["table of prices, which its text follows"]
+            continue
+        if name == "input":
+            changed.append("content or form of --input")
+            continue
         if isinstance(one, dict) and isinstance(two, dict):
             changed += [f"{key} ({one.get(key)}, now {two.get(key)})" for key in dict.fromkeys([*one, *two])
                         if one.get(key) != two.get(key)]  # fmt: skip
         else:
             changed.append(f"{name} ({one}, now {two})")
     return ", ".join(changed)
-
-
-def _same_file(fd: int, path: Path) -> bool:
-    try:
-        return os.path.samestat(os.fstat(fd), os.stat(path))
-    except FileNotFoundError:
-        return False

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from dsbd_cli.errors import UserError
-from dsbd_cli.paths import write_error
+from dsbd_cli.paths import check_own, write_error
 from dsbd_cli.paths import write_whole as write_whole
 
 RUN, RESULTS, RATINGS, SUMMARY = "run.json", "results.jsonl", "ratings.jsonl", "summary.json"
@@ -111,13 +111,6 @@ def drop(paths: Iterable[Path]) -> None:
         path.unlink(missing_ok=True)
 
 
-def open_append(path: Path) -> int:
-    try:
-        return os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
-    except OSError as error:
-        raise write_error(path, error, "the same command then goes on") from None
-
-
 def line_of(record: Mapping[str, Any]) -> str:
     # Lone surrogates cannot be UTF-8; escapes keep every text, and every reader reads them.
     text = json.dumps(record, ensure_ascii=False, allow_nan=False)
@@ -128,13 +121,46 @@ def line_of(record: Mapping[str, Any]) -> str:
     return text + "\n"
 
 
-def append_lines(handle: int, records: Iterable[Mapping[str, Any]], path: Path) -> None:
-    view = memoryview("".join(map(line_of, records)).encode("utf-8"))
-    try:
-        while view:
-            view = view[os.write(handle, view) :]
-        os.fsync(handle)
-    except OSError as error:
-        if error.errno == errno.EINVAL:  # a pipe or device that knows no fsync
-            return
-        raise write_error(path, error, "the same command then goes on") from None
+class Appending:
+    """A file that only this process writes to, opened at its end.
+
+    Args:
+        path: made if it is not there; what it holds now is taken as it is.
+
+    Raises:
+        RunError: it cannot be written.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        try:
+            self._handle = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+        except OSError as error:
+            raise write_error(path, error, "the same command then goes on") from None
+        self._size = os.fstat(self._handle).st_size
+
+    def check(self) -> None:
+        """Raise RunError where the file was removed, cut or lengthened by another."""
+        check_own(self._handle, self._path, self._size, "bench")
+
+    def add(self, records: Iterable[Mapping[str, Any]]) -> None:
+        """Append records; they are on disk when this returns.
+
+        Raises:
+            RunError: the disk is full, or the file is no longer what this process has written.
+        """
+        self.check()
+        view = memoryview("".join(map(line_of, records)).encode("utf-8"))
+        try:
+            while view:
+                written = os.write(self._handle, view)
+                self._size += written
+                view = view[written:]
+            os.fsync(self._handle)
+        except OSError as error:
+            if error.errno == errno.EINVAL:  # a file system that knows no fsync
+                return
+            raise write_error(self._path, error, "the same command then goes on") from None
+
+    def close(self) -> None:
+        os.close(self._handle)

@@ -7,7 +7,6 @@ Several processes (torchrun) each append to a part `results.rank-R-of-N.jsonl`; 
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -18,13 +17,12 @@ from dsbd_cli.bench.files import (
     RATINGS,
     RESULTS,
     RUN,
+    Appending,
     Record,
-    append_lines,
     differences,
     drop,
     line_of,
     mend_ratings,
-    open_append,
     part_files,
     read_files,
     read_run,
@@ -64,8 +62,8 @@ class Store:
         except OSError as error:
             raise UserError(f"--out {folder} cannot be written: {error.strerror}") from None
         self._own = folder / (RESULTS if world == 1 else f"results.rank-{rank}-of-{world}.jsonl")
-        self._out: int | None = None
-        self._ratings: int | None = None
+        self._out: Appending | None = None
+        self._ratings: Appending | None = None
 
     def __enter__(self) -> Store:
         return self
@@ -77,7 +75,7 @@ class Store:
         """Let go of the files and of the folder."""
         for handle in (self._out, self._ratings):
             if handle is not None:
-                os.close(handle)
+                handle.close()
         self._out = self._ratings = None
         self._lock.release()
 
@@ -120,7 +118,13 @@ class Store:
         return len(sessions) - 1
 
     def end_session(self, number: int, facts: Mapping[str, Any]) -> None:
-        """Add what is known of a session at its end only."""
+        """Add what is known of a session at its end only.
+
+        Raises:
+            RunError: the results that this process wrote are no longer there.
+        """
+        if self._out is not None:
+            self._out.check()
         run = self.read_run()
         if run is not None and number < len(run["sessions"]):
             run["sessions"][number] |= facts
@@ -141,21 +145,21 @@ class Store:
         """Append one result: on disk, whole, when this returns.
 
         Raises:
-            RunError: the disk is full, or the file can no longer be written.
+            RunError: the disk is full, or the file was removed or changed since.
         """
         self.append_all([record])
 
     def append_all(self, records: Iterable[Mapping[str, Any]]) -> None:
         """Append results that are there together, with one wait for the disk. Raises like `append`."""
         if self._out is None:
-            self._out = open_append(self._own)
-        append_lines(self._out, records, self._own)
+            self._out = Appending(self._own)
+        self._out.add(records)
 
     def append_rating(self, record: Mapping[str, Any]) -> None:
         """Append one rating of the judge. Raises like `append`."""
         if self._ratings is None:
-            self._ratings = open_append(self.folder / RATINGS)
-        append_lines(self._ratings, [record], self.folder / RATINGS)
+            self._ratings = Appending(self.folder / RATINGS)
+        self._ratings.add([record])
 
     def mend(self) -> list[Record]:
         """The results on disk: parts of earlier runs merged in, torn lines dropped, none twice."""
@@ -177,7 +181,7 @@ class Store:
     def write_results(self, records: Iterable[Mapping[str, Any]]) -> None:
         """Replace `results.jsonl`, whole or not at all."""
         if self._out is not None and self.world == 1:
-            os.close(self._out)
+            self._out.close()
             self._out = None
         write_whole(self.folder / RESULTS, "".join(line_of(record) for record in records))
 
@@ -185,6 +189,6 @@ class Store:
         """Remove this process's part once it is merged; without one there is nothing to do."""
         if self.world > 1:
             if self._out is not None:
-                os.close(self._out)
+                self._out.close()
                 self._out = None
             self._own.unlink(missing_ok=True)

@@ -36,11 +36,10 @@ def read_prompt(prompt: str | None) -> str:
 def arriving_lines(wait: Callable[[], bool]) -> Iterator[str | None]:
     """The lines of stdin as they come, without their ends; None for "none just now".
 
+    A byte that is no UTF-8 becomes half a surrogate pair, which refuses that prompt alone.
+
     Args:
         wait: whether to wait for a line; else there may be none yet.
-
-    Raises:
-        UserError: a line that is not UTF-8.
     """
     lines = _Arriving()
     number = 0
@@ -53,7 +52,7 @@ def arriving_lines(wait: Callable[[], bool]) -> Iterator[str | None]:
             return
         number += 1
         text = line.removeprefix(BOM) if number == 1 else line
-        yield _utf8(text, f"line {number} of stdin").removesuffix("\n").removesuffix("\r")
+        yield text.decode("utf-8", "surrogateescape").removesuffix("\n").removesuffix("\r")
 
 
 class _Arriving:

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from dsbd_cli.errors import UserError
 from dsbd_cli.hf.call import Call
-from dsbd_cli.settings import ONE_BEAM_METHODS, Settings, check_value
+from dsbd_cli.settings import DEFAULTS, ONE_BEAM_METHODS, SAMPLING_ONLY, Settings, check_value
 
 _EARLY_STOPPING = {None: "heuristic", False: "heuristic", True: "first", "never": "never"}
 _OUTPUTS = ("output_scores", "output_logits", "output_attentions", "output_hidden_states")
@@ -82,19 +82,17 @@ def read_options(
         given["min_width"] = min(2, width)
     sample = bool(config.do_sample)
     one_beam = given["method"] in ONE_BEAM_METHODS
+    processors = [entry for entry in processors if not _idle(entry, prompt_length)]
     warp = _warp(processors, beams, harmless=one_beam and not sample, sample=sample)
     if sample:
         settings = Settings(**given | warp)
     elif one_beam:
         settings = Settings(**given | {"temperature": 0.0})
     else:
-        # Nothing acts through T in beam search; the defaults of those settings are what it takes.
-        plain = {
-            name: value
-            for name, value in given.items()
-            if name not in ("draws", "threshold", "width_rule", "kv")
-        }
-        settings = Settings(**plain, deterministic=True)
+        for name in SAMPLING_ONLY:
+            if given.get(name, DEFAULTS[name]) != DEFAULTS[name]:
+                raise UserError(f"{name} has no meaning beside do_sample=False: leave it out, or sample")
+        settings = Settings(**given, deterministic=True)
     return Options(settings, eos_ids, copies, max(beams, copies))
 
 
@@ -154,6 +152,15 @@ def eos_of(config: Any) -> tuple[int, ...]:
     return tuple(sorted({int(value)} if isinstance(value, int) else {int(entry) for entry in value}))
 
 
+def _idle(entry: Any, prompt_length: int) -> bool:
+    """Whether a processor never changes what is decoded here: lengths that the prompt has, logits that end a run."""
+    from transformers.generation import logits_process as hf
+
+    if type(entry) is hf.MinLengthLogitsProcessor:
+        return int(entry.min_length) <= prompt_length
+    return type(entry) is hf.InfNanRemoveLogitsProcessor
+
+
 def _warp(processors: Iterable[Any], beams: int, *, harmless: bool, sample: bool) -> dict[str, Any]:
     """Temperature, top-k and top-p, as the processors that transformers prepared say.
 
@@ -167,6 +174,8 @@ def _warp(processors: Iterable[Any], beams: int, *, harmless: bool, sample: bool
     last = -1
     for entry in processors:
         name = type(entry).__name__
+        if type(entry) is hf.LogitNormalization and (last < 0 or beams == 1):
+            continue  # of what is normalised already, or is about to be
         if type(entry) not in order:
             way_out = f"; {_OFF[name]} leaves it out" if name in _OFF else ""
             raise UserError(f"{name} is not offered: it would change the target's law between beams{way_out}")

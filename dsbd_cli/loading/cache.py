@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import shutil
 import sys
@@ -17,6 +18,7 @@ from dsbd_cli.errors import RunError, UserError
 from dsbd_cli.loading.progress import Progress, silent
 
 VARIABLE = "DSBD_CACHE"
+_SIZES = ".sizes.json"  # of the files of a built folder
 _POLITE_WAIT = 1.0  # seconds before saying that another process holds the lock
 
 
@@ -37,7 +39,7 @@ def cache_root(cache_dir: str | Path | None = None) -> Path:
 def build_once(
     folder: Path, build: Callable[[Path], None], *, what: str, progress: Progress = silent
 ) -> Path:
-    """`folder`, built by `build(temporary folder)` if it is not there yet.
+    """`folder`, built by `build(temporary folder)` if it is not there yet, or no longer whole.
 
     The temporary folder takes its final name only when complete, under a lock: a killed process
     leaves nothing that looks finished, and of two processes one builds and the other waits.
@@ -46,12 +48,12 @@ def build_once(
         UserError: the cache folder cannot be written.
         RunError: the disk is full.
     """
-    if folder.is_dir():
+    if is_built(folder):
         return folder
     with _writable(folder):
         folder.parent.mkdir(parents=True, exist_ok=True)
         with _locked(folder, what, progress):
-            if folder.is_dir():
+            if is_built(folder):
                 return folder
             prefix = f".{folder.name}.part-"
             for stale in folder.parent.glob(prefix + "*"):  # only a dead process can have left these
@@ -59,11 +61,34 @@ def build_once(
             part = Path(tempfile.mkdtemp(prefix=prefix, dir=folder.parent))
             try:
                 build(part)
+                _record(part)
                 _open_to_umask(part)
+                if folder.is_dir():  # damaged
+                    shutil.rmtree(folder)
                 os.replace(part, folder)
             finally:
                 shutil.rmtree(part, ignore_errors=True)
     return folder
+
+
+def is_built(folder: Path) -> bool:
+    """Whether `folder` is there with all that was built, in full length: a cut library or a cut file of weights
+    ends a process by a signal once it is mapped. One of an earlier version, without a record, is taken as it is.
+    """
+    try:
+        sizes = json.loads((folder / _SIZES).read_bytes())
+        return all((folder / name).stat().st_size == size for name, size in sizes.items())
+    except FileNotFoundError as error:
+        return folder.is_dir() and error.filename == str(folder / _SIZES)
+    except (OSError, ValueError, AttributeError):
+        return False
+
+
+def _record(folder: Path) -> None:
+    """Write down what `is_built` asks for."""
+    files = (path for path in sorted(folder.rglob("*")) if path.is_file())
+    sizes = {path.relative_to(folder).as_posix(): path.stat().st_size for path in files}
+    (folder / _SIZES).write_text(json.dumps(sizes), encoding="utf-8")
 
 
 @contextmanager

@@ -15,7 +15,7 @@ from typing import Any
 
 from dsbd_cli.errors import RunError, UserError
 from dsbd_cli.loading import gguf_cache, wheel
-from dsbd_cli.loading.cache import build_once
+from dsbd_cli.loading.cache import build_once, is_built
 from dsbd_cli.loading.gguf_facts import GgufFacts
 from dsbd_cli.loading.hub import first_line
 from dsbd_cli.loading.progress import Progress
@@ -36,13 +36,13 @@ def converted(source: Source, role: str, cache: Path, progress: Progress) -> tup
     path = source.path
     if source.wheel is not None:
         folder = gguf_cache.folder_of_sum(source.wheel.sha256, cache)
-        if not folder.is_dir():
+        if not is_built(folder):
             path = wheel.fetch(source.wheel, cache, progress)
     else:
         assert path is not None
         check_magic(path, role)
         folder = gguf_cache.folder_of_file(path, cache)
-    if folder.is_dir():
+    if is_built(folder):
         return folder, None
     assert path is not None
     found = path
@@ -72,7 +72,7 @@ def check_magic(path: Path, role: str) -> None:
 def check_file(path: Path, role: str, cache: Path) -> None:
     """Raise unless `path` is converted already, or can be as far as is known without transformers."""
     check_magic(path, role)
-    if not gguf_cache.folder_of_file(path, cache).is_dir():
+    if not is_built(gguf_cache.folder_of_file(path, cache)):
         parse(path, role)
 
 

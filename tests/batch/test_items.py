@@ -59,6 +59,8 @@ def test_what_a_file_holds(tmp_path: Path, name: str, data: bytes, expected: lis
         ("a.jsonl", b'{"messages": []}', ["list of objects"]),
         ("a.jsonl", b'{"messages": [{"role": "user"}]}', ["role and content"]),
         ("a.jsonl", b'{"prompt": "x", "id": [1]}', ["id must"]),
+        ("a.jsonl", b'{"prompt": "x", "id": true}', ["line 1: id must"]),
+        ("a.jsonl", b'"y"\n{"prompt": "x", "prompt": "y"}', ["line 2", "key 'prompt' is given twice"]),
         ("a.jsonl", b'{"prompt": "x", "temperature": 0}', ["temperature", "command line"]),
     ],
 )

@@ -16,6 +16,8 @@ from dsbd_cli.batch.decode import Running, decode_items
 from dsbd_cli.batch.items import Item, item_seed
 from dsbd_cli.batch.run import run_file, weights
 from dsbd_cli.errors import RunError, UserError
+from dsbd_cli.prices.store import Kept
+from dsbd_cli.prices.table import Curve, Prices
 from tests import builders
 from tests.batch.killer import Loaded, unmeasured
 
@@ -175,7 +177,7 @@ def test_another_run_does_not_go_into_the_same_file(
             decoder.pair.draft.model.model.layers[0].mlp.up_proj.weight.mul_(1.01)
     before = out.read_bytes()
     with pytest.raises(
-        UserError, match={"settings": "width", "input": "sha256", "weights": "draft"}.get(what, what)
+        UserError, match={"settings": "width", "input": "content or form", "weights": "draft"}.get(what, what)
     ):
         run_file(Loaded(decoder, settings), source, out, lambda line: None, bar=False)  # type: ignore[arg-type]
     assert out.read_bytes() == before
@@ -222,3 +224,43 @@ def test_cut_off_at_30_random_moments_it_resumes_to_the_same_bytes(
     # Some cut fell in the middle; how many records it left is the machine's pace, not the program's.
     if world == 1:
         assert report["resumed"] > 0
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [{"verify": "paper"}, {"verify": "continue"}, {}, {"threshold": 0.9}, {"kv": "one"},
+     {"threshold": 0.9, "width_rule": "distinct"}],
+)  # fmt: skip
+def test_other_prices_are_another_run_where_the_text_follows_them(
+    decoder: Decoder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rule: dict[str, Any]
+) -> None:
+    source, out = prompts(tmp_path), tmp_path / "out.jsonl"
+    chosen: Any = Loaded(decoder, dataclasses.replace(SETTINGS, **rule))
+    tables = [
+        Prices(Curve((1, 8), (1.0, 2.0)), Curve((1, 8), (cost, 2.0)), 0.1, "a test") for cost in (0.2, 0.3)
+    ]
+
+    def run(prices: Prices) -> None:
+        monkeypatch.setattr(decoder.prices, "look_up", lambda settings: Kept(prices))
+        run_file(chosen, source, out, lambda line: None, bar=False)
+
+    run(tables[0])
+    whole, kept = out.read_bytes(), unmeasured(out)
+    out.write_bytes(whole[: whole.index(b"\n") + 1])
+    if rule in ({}, {"threshold": 0.9, "width_rule": "distinct"}):
+        run(tables[1])
+    else:
+        with pytest.raises(UserError, match="begun with another table of prices"):
+            run(tables[1])
+        run(tables[0])
+    assert unmeasured(out) == kept
+
+
+def test_one_content_read_in_two_ways_is_two_runs(decoder: Decoder, tmp_path: Path) -> None:
+    text, lines, out = tmp_path / "in.txt", tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    for path in (text, lines):
+        path.write_text('"one"\n"two"\n')
+    chosen: Any = Loaded(decoder, SETTINGS)
+    run_file(chosen, text, out, lambda line: None, bar=False)
+    with pytest.raises(UserError, match="another content or form of --input: give another"):
+        run_file(chosen, lines, out, lambda line: None, bar=False)

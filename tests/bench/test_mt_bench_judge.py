@@ -122,6 +122,14 @@ class Stub(BaseHTTPRequestHandler):
             self.server.answers_left = left - 1
             if left <= 0:
                 return self.send(503, {"error": {"message": "away"}})
+        if model == "drips":
+            self.send_response(200)
+            self.send_header("Content-Type", "application/json")
+            self.end_headers()
+            for _ in range(15):
+                self.wfile.write(b" ")
+                time.sleep(0.1)
+            return None
         if model.isdigit():
             return self.send(int(model), {"error": {"message": "quota"}})
         if model == "broken":
@@ -192,13 +200,14 @@ def test_replies(stub, questions, prompts, model, value, reason):
         ("503", "503"),
         ("408", "408"),
         ("slow", "no reply within"),
+        ("drips", "no reply within"),
         ("broken", "not a chat completion"),
         ("page", "not a chat completion"),
         ("parts", "not a chat completion"),
     ],
 )
 def test_what_did_not_reach_the_judge_is_no_rating(stub, questions, prompts, model, reason):
-    judge = Judge(stub.url, model, prompts, timeout_s=0.5 if model == "slow" else 10, retries=0)
+    judge = Judge(stub.url, model, prompts, timeout_s=0.5 if model in ("slow", "drips") else 10, retries=0)
     with pytest.raises(JudgeAway, match=reason):
         judge.rate(questions.items[0], ["one", "two"], 0)
 

@@ -222,3 +222,22 @@ def test_folder_with_odd_name(tmp_path):
     with Store(tmp_path / "[x] é", 0, 1, print) as store:
         store.append(record("one"))
     assert len(read_results(Path(tmp_path / "[x] é"))) == 1
+
+
+@pytest.mark.parametrize("harm", ["removed", "cut", "lengthened"])
+def test_a_file_that_changes_under_a_bench_ends_it(open_store, harm):
+    with open_store() as store:
+        number = store.claim(facts(a=1))
+        for name, add in ((RESULTS, store.append), ("ratings.jsonl", store.append_rating)):
+            path = open_store.folder / name
+            add(record("one"))
+            if harm == "removed":
+                path.unlink()
+            else:
+                path.write_bytes(b"" if harm == "cut" else path.read_bytes() * 2)
+            with pytest.raises(
+                RunError, match=rf"{name} was (removed|changed).* while the bench was running"
+            ):
+                add(record("two"))
+        with pytest.raises(RunError, match="while the bench was running"):
+            store.end_session(number, {})

@@ -64,7 +64,7 @@ def test_another_method_or_preset_is_refused_before_anything_is_loaded(
     done("--method", "beam").refused("method (dsbd, now beam)")
     done("--preset", preset, target=Path("-")).refused("width (4, now 2)")
     (tmp_path / "in.txt").write_text("one\nthree\n")
-    done().refused("sha256")
+    done().refused("content or form of --input")
 
 
 @pytest.mark.parametrize("role", ["t", "d"])

@@ -43,6 +43,17 @@ def test_without_stderr_nothing_strays_into_the_answer(abc: list[str], tmp_path:
     assert (done.returncode, done.stdout) == (0, b"ABC\n")
 
 
+@pytest.mark.skipif(not Path("/dev/stdout").exists(), reason="no /dev/stdout")
+def test_a_stream_is_no_output_wherever_it_goes(abc: list[str], tmp_path: Path) -> None:
+    (tmp_path / "in.txt").write_text("a\n")
+    command = program("generate", "--input", tmp_path / "in.txt", "--output", "/dev/stdout", *abc)
+    with (tmp_path / "out").open("wb") as out:
+        ran = subprocess.run(command, stdout=out, stderr=subprocess.PIPE, env=environment(), text=True)
+    assert (ran.returncode, ran.stderr.count("\n")) == (2, 1), ran.stderr
+    assert "a stream, not a file: for stdout there is --lines" in ran.stderr
+    assert not Path("/dev/stdout.run.json").exists()
+
+
 @pytest.mark.parametrize("name", ["/dev/null", "/dev/full", "/dev/zero", "pipe"])
 def test_special_files_are_no_input_and_no_output(
     dsbd: Call, abc: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
@@ -85,6 +96,12 @@ def test_texts_that_are_not_utf8(
     Path("sur.yaml").write_text('system: "\\ud800"\n')
     start = ["generate"] if options[0] == "--raw" else ["generate", "hi"]
     dsbd(*start, *options, *pair(models("says", "A"))).refused("not UTF-8 text")
+
+
+def test_a_line_that_is_not_utf8_is_refused_alone(dsbd: Call, abc: list[str]) -> None:
+    ran = dsbd("generate", "--lines", *abc, stdin=b"one\ncaf\xe9\ntwo\n")
+    assert (ran.code, ran.text) == (2, '"ABC"\nnull\n"ABC"\n')
+    assert "1 of 3 prompts were refused; line 2: the prompt is not UTF-8 text" in ran.err
 
 
 def test_half_a_surrogate_pair_in_json_refuses_that_prompt_alone(

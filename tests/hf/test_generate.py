@@ -169,6 +169,12 @@ def test_changed_weights_are_noticed(pair: tuple[Any, Any]) -> None:
         ({"max_time": 1.0}, "MaxTime"),
         ({"draft_model": None}, "draft_model"),
         ({"width": 0}, "width"),
+        ({"draws": "distinct"}, "draws has no meaning beside do_sample=False"),
+        ({"threshold": 0.9}, "threshold has no meaning"),
+        ({"width_rule": "paper"}, "width_rule has no meaning"),
+        ({"kv": "one"}, "kv has no meaning"),
+        ({"min_length": 5}, "MinLength"),
+        ({"do_sample": True, "top_k": 3, "num_beams": 2, "renormalize_logits": True}, "LogitNormalization"),
         ({"width": "3"}, "width must be a whole number"),
         ({"draft_model": "gpt2"}, "draft_model must be a loaded model"),
         ({"method": "magic"}, "magic"),
@@ -182,6 +188,22 @@ def test_what_cannot_be_honoured_is_refused_by_name(
     given: dict[str, Any] = {"custom_generate": dsbd_cli.generate, "draft_model": draft, "max_new_tokens": 4}
     with pytest.raises(UserError, match=word):
         target.generate(IDS, **given | options)
+
+
+@pytest.mark.parametrize("sample", [False, True])
+@pytest.mark.parametrize(
+    "idle", [{"renormalize_logits": True}, {"remove_invalid_values": True}, {"min_length": 4}]
+)
+def test_what_changes_nothing_is_taken(pair: tuple[Any, Any], idle: dict[str, Any], sample: bool) -> None:
+    target, draft = pair
+    given = {"custom_generate": dsbd_cli.generate, "draft_model": draft, "max_new_tokens": 6, "width": 4}
+    given |= {"do_sample": True, "seed": 2, "top_k": 0} if sample else {}
+    assert target.generate(IDS, **given | idle).tolist() == target.generate(IDS, **given).tolist()
+    if not sample:
+        assert (
+            target.generate(IDS, **given | idle).tolist()
+            == target.generate(IDS, num_beams=4, max_new_tokens=6, **idle).tolist()
+        )
 
 
 def test_not_called_directly(pair: tuple[Any, Any], tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from dsbd_cli.errors import RunError, UserError
-from dsbd_cli.loading.cache import build_once, cache_root
+from dsbd_cli.loading.cache import build_once, cache_root, is_built
 
 
 def test_the_folder_can_be_chosen(tmp_path, monkeypatch):
@@ -37,6 +37,25 @@ def test_built_once(tmp_path):
     assert len(calls) == 1
     assert (folder / "file").read_text() == "x"
     assert sorted(entry.name for entry in folder.parent.iterdir()) == ["thing", "thing.lock"]
+
+
+@pytest.mark.parametrize("harm", ["cut", "lengthened", "removed"])
+def test_what_was_damaged_is_built_anew(tmp_path, harm):
+    def build(part: Path) -> None:
+        (part / "inner").mkdir()
+        (part / "inner" / "library.so").write_bytes(b"whole")
+
+    folder = build_once(tmp_path / "thing", build, what="thing")
+    file = folder / "inner" / "library.so"
+    if harm == "removed":
+        file.unlink()
+    else:
+        file.write_bytes(b"wh" if harm == "cut" else b"whole and more")
+    assert not is_built(folder)
+    assert build_once(folder, build, what="thing") == folder
+    assert file.read_bytes() == b"whole"
+    (folder / ".sizes.json").unlink()  # as an earlier version left it
+    assert is_built(folder)
 
 
 def test_a_failed_build_leaves_nothing(tmp_path):

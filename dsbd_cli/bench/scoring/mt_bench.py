@@ -10,8 +10,10 @@ broken up before it is shown, so that a rating planted there cannot be quoted ba
 from __future__ import annotations
 
 import os
+import queue
 import re
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -91,7 +93,8 @@ class Judge:
     Attributes:
         url, model: endpoint (`.../v1`) and model name.
         prompts: templates by name, `{system, template}` each.
-        timeout_s: of one request. retries: of a request that failed by network or server fault.
+        timeout_s: of one rating, from the first byte sent to the last one read.
+        retries: of a request that failed by network or server fault, within that time.
     """
 
     url: str
@@ -135,7 +138,8 @@ class Judge:
         import openai
 
         try:
-            client.with_options(timeout=min(self.timeout_s, 10.0), max_retries=0).models.list()
+            seconds = min(self.timeout_s, 10.0)
+            _within(seconds, client.with_options(timeout=seconds, max_retries=0).models.list)
         except (openai.AuthenticationError, openai.PermissionDeniedError):
             raise self._refused_key() from None
         except openai.APIStatusError:
@@ -143,6 +147,8 @@ class Judge:
         except openai.APIConnectionError as error:
             cause = error.__cause__ or error
             raise UserError(f"no judge answers at {self.url} ({cause})") from None
+        except TimeoutError:
+            raise UserError(f"no judge answers at {self.url} (not within {seconds:g} s)") from None
 
     def rate(self, item: MtBenchItem, answers: Sequence[str], turn: int) -> Rating:
         """One rating; a cut or unreadable reply, or a request refused for what it asks, gives None and the reason.
@@ -156,17 +162,20 @@ class Judge:
 
         name, messages = judge_messages(item, answers, turn, self.prompts)
         try:
-            response = client.chat.completions.create(
-                model=self.model,
-                messages=messages,
-                temperature=self.temperature,
-                max_tokens=self.max_tokens,
+            response = _within(
+                self.timeout_s,
+                lambda: client.chat.completions.create(
+                    model=self.model,
+                    messages=messages,
+                    temperature=self.temperature,
+                    max_tokens=self.max_tokens,
+                ),
             )
             choice = response.choices[0]
             reply, ended = choice.message.content or "", choice.finish_reason
             if not isinstance(reply, str):
                 raise TypeError(reply)
-        except openai.APITimeoutError:
+        except (openai.APITimeoutError, TimeoutError):
             raise JudgeAway(f"no reply within {self.timeout_s:g} s") from None
         except openai.APIStatusError as error:
             if error.status_code in _REFUSALS:
@@ -189,3 +198,25 @@ class Judge:
 
     def _refused_key(self) -> UserError:
         return UserError(f"the judge at {self.url} refuses the key: set {' or '.join(KEY_VARIABLES)}")
+
+
+def _within(seconds: float, ask: Callable[[], Any]) -> Any:
+    """What `ask` gives or raises; TimeoutError after `seconds`. A client's own timeout is of each read alone, so a
+    server that sends a byte now and then would hold it for ever; its thread is left behind.
+    """
+    said: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
+
+    def run() -> None:
+        try:
+            said.put((ask(), None))
+        except BaseException as error:
+            said.put((None, error))
+
+    threading.Thread(target=run, daemon=True).start()
+    try:
+        found, error = said.get(timeout=seconds)
+    except queue.Empty:
+        raise TimeoutError from None
+    if error is not None:
+        raise error
+    return found
