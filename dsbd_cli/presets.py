@@ -61,7 +61,8 @@ def list_presets() -> list[Preset]:
 def load_preset(name_or_path: str | Path) -> Preset:
     """The preset of that name, or in that file.
 
-    A relative model path in a file is looked for beside the file first, then in the working folder.
+    A relative path in a file, of a model or of prices, is looked for beside the file first, then in the working
+    folder.
     A file without `target` uses the default preset's pair.
 
     Raises:
@@ -70,6 +71,8 @@ def load_preset(name_or_path: str | Path) -> Preset:
     path = _find(str(name_or_path))
     values, lines = read_mapping(path, _KEYS, nested=_OTHER_KEYS)
     given = {key: values[key] for key in FIELDS if key in values}
+    if "prices" in given:
+        given["prices"] = _found(path, given["prices"])
     try:
         settings = Settings().merged(given)
     except UserError as error:
@@ -120,12 +123,18 @@ def _pair(path: Path, values: dict[str, Any], lines: dict[str, int]) -> PairSpec
             raise UserError(f"{path} names no target")
         return _replaced(load_preset(DEFAULT_PRESET).pair, given, path, lines)
     for key in ("target", "draft"):
-        source = given.get(key)
-        if isinstance(source, str) and source and not Path(source).expanduser().is_absolute():
-            beside = path.parent / source
-            if beside.exists():
-                given[key] = str(beside)
+        if key in given:
+            given[key] = _found(path, given[key])
     return _replaced(PairSpec(target="-"), given, path, lines)
+
+
+def _found(path: Path, source: Any) -> Any:
+    """What a preset's file names: beside it if it is there, else as it stands."""
+    if isinstance(source, str) and source and not Path(source).expanduser().is_absolute():
+        beside = path.parent / source
+        if beside.exists():
+            return str(beside)
+    return source
 
 
 def _replaced(base: PairSpec, given: dict[str, Any], path: Path, lines: dict[str, int]) -> PairSpec:

@@ -208,6 +208,14 @@ def test_models_beside_the_file_are_found_from_anywhere(write, tmp_path, monkeyp
     assert pair.draft == "org/name"
 
 
+def test_prices_beside_the_file_are_found_from_anywhere(write, tmp_path, monkeypatch):
+    (tmp_path / "mine.json").write_text("{}")
+    path = write("target: org/t\nprices: mine.json\n")
+    monkeypatch.chdir("/")
+    assert Path(load_preset(path).settings.prices) == tmp_path / "mine.json"
+    assert load_preset(write("target: org/t\nprices: 'off'\n")).settings.prices == "off"
+
+
 def test_without_a_target_the_default_pair_is_meant(write):
     preset = load_preset(write("temperature: 0\ndraft_dtype: bfloat16"))
     default = load_preset(DEFAULT_PRESET)
