@@ -67,9 +67,9 @@ def compare(pairs: Sequence[Pair], clocked: Clocked, field: str, yes_no: bool) -
         "speed": _rate(clocked.pairs, "new_tokens", "decode_s"),
         "speed_whole": _rate(clocked.pairs, "new_tokens", "wall_s"),
         "joules_per_token": _rate(clocked.pairs, "energy_j", "new_tokens"),
-        "score": _difference(*scores(pairs, field), yes_no),
-        "f1": _difference(*scores(pairs, "f1"), False),
-        "logprob": _difference(*_logprobs(pairs), False),
+        "score": _difference(*scores(pairs, field), yes_no, graded=field == "f1"),
+        "f1": _difference(*scores(pairs, "f1"), graded=True),
+        "logprob": _difference(*_logprobs(pairs)),
     }
     return found | {"clocks": clocked.note}
 
@@ -111,8 +111,10 @@ def _log(ratio: float) -> float:
     return 0.0 if abs(ratio - 1) < 1e-12 else math.log(ratio)
 
 
-def _difference(values: Sequence[float], base: Sequence[float], yes_no: bool) -> dict[str, Any]:
-    estimate = stats.paired_difference(values, base, yes_no)
+def _difference(
+    values: Sequence[float], base: Sequence[float], yes_no: bool = False, graded: bool = False
+) -> dict[str, Any]:
+    estimate = stats.paired_difference(values, base, yes_no, graded)
     whole = yes_no and set(values) | set(base) <= {0.0, 1.0}
     differences = [one - two for one, two in zip(values, base, strict=True)]
     return {

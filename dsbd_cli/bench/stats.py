@@ -19,6 +19,8 @@ from scipy import stats as theory
 LEVEL = 0.95
 POWER = 0.8
 FEWEST = 3
+# Differences of scores that are mostly 0 or 1 and sometimes between (F1): among fewer no interval holds what it says.
+FEWEST_GRADED = 12
 DRAWS = 2000
 SEED = 20250101
 MOST_NEEDED = 1_000_000
@@ -136,19 +138,24 @@ def share(values: Sequence[float]) -> Estimate:
     return Estimate(float(x.mean()), low, high, int(x.size))
 
 
-def paired_difference(values: Sequence[float], base: Sequence[float], yes_no: bool = False) -> Estimate:
+def paired_difference(
+    values: Sequence[float], base: Sequence[float], yes_no: bool = False, graded: bool = False
+) -> Estimate:
     """The mean over items of value - base.
 
     Many items may tie, when two methods give one text. So the interval is that of a product: the share of
     items that differ (Jeffreys) times their mean difference (Student's t). It needs two that differ. For
     yes/no outcomes, of which a single one tells both, the three shares won, lost and tied are Jeffreys'.
+
+    Args:
+        yes_no: 0 or 1 for each item. graded: from 0 to 1, mostly one of the two; no interval below `FEWEST_GRADED`.
     """
     x = np.asarray(values, float) - np.asarray(base, float)
     if x.size == 0:
         return NONE
     other = x[x != 0]
     low, high = None, None
-    if x.size >= FEWEST:
+    if x.size >= (FEWEST_GRADED if graded else FEWEST):
         if yes_no and set(np.unique(x)) <= {-1.0, 0.0, 1.0}:
             won, lost = int((x > 0).sum()), int((x < 0).sum())
             low, high = _won_less_lost(won, lost, int(x.size))

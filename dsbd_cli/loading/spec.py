@@ -61,9 +61,10 @@ class PairSpec:
         if not self.target.strip():
             raise UserError("target is empty: name a folder, a hub id or a GGUF file")
         for name in ("target_device", "draft_device"):
-            value = getattr(self, name)
+            value = getattr(self, name).lower()
             if not _DEVICE.fullmatch(value):
                 raise UserError(f"{_option(name)} must be auto, cpu, mps, cuda or cuda:N, not {value!r}")
+            object.__setattr__(self, name, value)
         for name in ("target_dtype", "draft_dtype"):
             value = getattr(self, name).removeprefix("torch.")
             value = _DTYPE_ALIASES.get(value, value)
