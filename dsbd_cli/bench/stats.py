@@ -3,6 +3,7 @@
 Items are the unit: repeats of an item are added up first, so that they do not count as independent
 evidence. Costs (speed, joules, layers) are medians over items, which one disturbed item cannot move far;
 scores are means. Below `FEWEST` items no interval is given.
+One module, since values, intervals and tests of one figure have to agree.
 """
 
 from __future__ import annotations
