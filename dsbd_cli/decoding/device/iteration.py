@@ -74,8 +74,6 @@ class DraftedLayer(NamedTuple):
 
 
 class SampledLayer(NamedTuple):
-    """One layer that the target drew, on the host (`layout.VerifiedFields`): by draw, [W_L], but `finite` [W]."""
-
     """One layer that the target drew, on the host (`layout.VerifiedFields`): by draw, [W_L], but `finite` [W].
 
     Under beam search they are by candidate, and logp is the score.

@@ -21,6 +21,7 @@ from dsbd_cli.decoding.device.iteration import (
     DraftedLayer,
     Outcome,
     Rules,
+    SampledLayer,
     Sent,
     Space,
     layer_of,
@@ -127,6 +128,10 @@ class _Iteration:
     parts: list[_Part | None]
 
 
+# By layer of a forest: the place of each continuation, by its parent's place and its token.
+_Places = list[dict[tuple[int | None, int], int]]
+
+
 @dataclass
 class _Committed:
     """What became of one request's part.
@@ -145,6 +150,53 @@ class _Committed:
     depth: int
     layers: int
     computed: dict[Node, int]
+
+
+class _AsNodes:
+    """A request's forest as nodes of its trie, for who looks at it.
+
+    Attributes:
+        forest: for the method. layers: how many of it count.
+        computed: places in the iteration of beams and of the forest's nodes.
+    """
+
+    def __init__(self, forest: Forest, computed: dict[Node, int]) -> None:
+        self.forest, self.computed, self.layers = forest, computed, len(forest.layers)
+
+    def held(self, depth: int, layer: SampledLayer, nodes: Sequence[Node], kept: Sequence[int]) -> list[bool]:
+        """Whether a layer of the forest holds each of the nodes that were drawn beside it.
+
+        Args:
+            kept: which of them go on.
+        """
+        inside = frozenset(self.forest.layers[depth].draws)
+        return [node in inside for node in nodes]
+
+
+class _AsNumbers:
+    """The same as numbers: nodes are made of what is drawn only.
+
+    Args:
+        places: by layer, the place of each continuation by its parent's place and its token.
+        computed: places of the beams.
+        first: of each layer, its first place among the iteration's nodes.
+        beams: places for beams.
+    """
+
+    def __init__(self, places: _Places, computed: dict[Node, int], first: Sequence[int], beams: int) -> None:
+        self.forest, self.computed, self.layers = Forest(computed=True), computed, len(places)
+        self._places, self._first = places, first
+        self._above: list[int | None] = list(range(beams))  # of the parents, in their layer
+
+    def held(self, depth: int, layer: SampledLayer, nodes: Sequence[Node], kept: Sequence[int]) -> list[bool]:
+        """As `_AsNodes.held`; layer after layer."""
+        inside, above = self._places[depth], self._above
+        found = [inside.get((above[p], token)) for p, token in zip(layer.parent, layer.token, strict=True)]
+        for node, place in zip(nodes, found, strict=True):
+            if place is not None:
+                self.computed[node] = self._first[depth] + place
+        self._above = [found[i] for i in kept]
+        return [place is not None for place in found]
 
 
 class Pipeline:
@@ -392,22 +444,12 @@ class Pipeline:
         lane, request, uniforms, commit = part.lane, part.lane.request, part.lane.uniforms, part.lane.commit
         if lane.drafting is not None:
             lane.drafting.use()
-        child = request.trie.child
-        if lane.seat.forests:
-            forest, nodes = self._drafted(lane, part.beams, outcome.drafted)
-            computed, places = self._places(part.beams, nodes), None
-        else:
-            forest, places = Forest(computed=True), self._numbered(lane, part.beams, outcome.drafted)
-            computed = self._places(part.beams, [])
-        drafted = len(forest.layers) if places is None else len(places)
+        drafted = self._drafted(lane, part.beams, outcome.drafted)
         above, whole = part.beams, True
         reached = next(node.depth for node in above if node is not None)
         searching = self._iteration.layout.kept > 0
         draws: list[Node] = []
         passed = True
-        found: list[int | None] = list(
-            range(len(above))
-        )  # places of the parents in their layer of the forest
         for depth, layer in enumerate(outcome.sampled):
             for i, parent in enumerate(above):
                 if parent is not None and not layer.finite[i]:
@@ -417,40 +459,21 @@ class Pipeline:
             for p, token, logp in zip(layer.parent, layer.token, layer.logp, strict=True):
                 parent = above[p]
                 assert parent is not None
-                node = child(parent, token)
+                node = request.trie.child(parent, token)
                 node.score = logp if searching else parent.score + logp
                 draws.append(node)
             shown, kept = draws, list(range(len(draws)))
             if searching:
                 # The device knows the candidates that end by themselves, and takes the best of the others.
-                kept = [i for i, node in enumerate(shown) if node.token not in request.trie.eos_ids][
-                    : request.width
-                ]
+                going = [i for i, node in enumerate(shown) if node.token not in request.trie.eos_ids]
+                kept = going[: request.width]
                 draws = [shown[i] for i in kept]
             above = living(draws)
             held: list[bool] | None = None
-            if depth < drafted and passed:  # else it is drawn from the one beam that is kept
+            if depth < drafted.layers and passed:  # else it is drawn from the one beam that is kept
                 # The device looks for nodes that may have children; a drafted end is drafted as well.
-                if places is None:
-                    inside = frozenset(forest.layers[depth].draws)
-                    held = [node in inside for node in shown]
-                    passed = all(node in inside for node in above if node is not None)
-                else:
-                    spots = [
-                        places[depth].get((found[p], token))
-                        for p, token in zip(layer.parent, layer.token, strict=True)
-                    ]
-                    held = [spot is not None for spot in spots]
-                    first = self._first[depth]
-                    computed.update(
-                        (node, first + spot)
-                        for node, spot in zip(shown, spots, strict=True)
-                        if spot is not None
-                    )
-                    found = [spots[i] for i in kept]
-                    passed = all(
-                        spot is not None or node is None for node, spot in zip(above, found, strict=True)
-                    )
+                held = drafted.held(depth, layer, shown, kept)
+                passed = all(held[i] for i, node in zip(kept, above, strict=True) if node is not None)
             goes_on = commit(shown, held)
             # The device knows nothing of stop strings and budgets.
             whole = goes_on and all(node.finish in (None, "eos") for node in draws)
@@ -461,37 +484,42 @@ class Pipeline:
             best = max((node for node in above if node is not None), key=lambda node: node.score)
             above = [node if node is best else None for node in above]
         parents = [node.parent for node in draws if node.parent is not None]
-        return _Committed(forest, whole, above, parents, reached, len(outcome.sampled), computed)
+        return _Committed(
+            drafted.forest, whole, above, parents, reached, len(outcome.sampled), drafted.computed
+        )
 
-    def _places(self, beams: list[Node | None], layers: list[list[Node | None]]) -> dict[Node, int]:
-        """Where nodes are computed, given the forest's by layer and place."""
-        computed = {node: i for i, node in enumerate(beams) if node is not None}
-        for depth, nodes in enumerate(layers):
-            first = self._first[depth]
-            computed.update((node, first + i) for i, node in enumerate(nodes) if node is not None)
-        return computed
-
-    def _numbered(
+    def _drafted(
         self, lane: _Lane, beams: list[Node | None], layers: list[DraftedLayer]
-    ) -> list[dict[tuple[int | None, int], int]]:
-        """The forest as numbers: by layer, the place of each continuation by its parent's place and its token."""
-        trie, numbered = lane.request.trie, []
+    ) -> _AsNodes | _AsNumbers:
+        """What was drafted below `beams`, as far as the budget has room: its last layer needs no forest."""
+        room = lane.request.trie.budget - next(node.depth for node in beams if node is not None) - 1
+        layers = layers[: max(0, room)]
+        computed = {node: i for i, node in enumerate(beams) if node is not None}
+        if not lane.seat.forests:
+            return _AsNumbers(self._numbers(lane, beams, layers), computed, self._first, len(beams))
+        forest, placed = self._nodes(lane, beams, layers)
+        for first, nodes in zip(self._first, placed, strict=False):
+            computed.update((node, first + i) for i, node in enumerate(nodes) if node is not None)
+        return _AsNodes(forest, computed)
+
+    def _numbers(self, lane: _Lane, beams: list[Node | None], layers: list[DraftedLayer]) -> _Places:
+        """The forest by places and tokens."""
+        numbered: _Places = []
         parents = [i for i, node in enumerate(beams) if node is not None]
-        room = trie.budget - next(node.depth for node in beams if node is not None) - 1
-        for drafted in layers[: max(0, room)]:  # the last layer of a budget needs no forest
+        for drafted in layers:
             if not parents:
                 break
             if not drafted.finite[parents].all():
-                self._drafted(lane, beams, layers)  # tells which node it was
+                self._nodes(lane, beams, layers)  # tells which node it was
             above, tokens = drafted.parent[drafted.draws].tolist(), drafted.token[drafted.draws].tolist()
             places: dict[tuple[int | None, int], int] = {}
             for i, key in enumerate(zip(above, tokens, strict=True)):
                 places.setdefault(key, i)
             numbered.append(places)
-            parents = [i for i, token in enumerate(tokens) if token not in trie.eos_ids]
+            parents = [i for i, token in enumerate(tokens) if token not in lane.request.trie.eos_ids]
         return numbered
 
-    def _drafted(
+    def _nodes(
         self, lane: _Lane, beams: list[Node | None], layers: list[DraftedLayer]
     ) -> tuple[Forest, list[list[Node | None]]]:
         """The forest, and the nodes of each layer by their places in it."""
@@ -499,8 +527,7 @@ class Pipeline:
         shown: list[DraftLayer] = []
         placed: list[list[Node | None]] = []
         parents, stopped = beams, False
-        room = trie.budget - next(node.depth for node in beams if node is not None) - 1
-        for drafted in layers[: max(0, room)]:  # the last layer of a budget needs no forest
+        for drafted in layers:
             places = [i for i, parent in enumerate(parents) if parent is not None]
             if not places:
                 break
