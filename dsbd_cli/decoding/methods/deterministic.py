@@ -15,7 +15,7 @@ from dsbd_cli.decoding.law.beam_search import best_candidates, candidates_kept
 from dsbd_cli.decoding.law.distribution import Row
 from dsbd_cli.decoding.law.verification import Verified
 from dsbd_cli.decoding.methods.dsbd import Run
-from dsbd_cli.decoding.model.protocol import Need, Turn
+from dsbd_cli.decoding.model.protocol import Need
 from dsbd_cli.decoding.tree.events import Iteration, Layer
 from dsbd_cli.decoding.tree.sequences import Forest, Node
 
@@ -105,11 +105,7 @@ def beam_search(run: Run, early_stopping: str, length_penalty: float) -> Iterato
 
     while not state.done:
         if engine is not None and engine.begin(run, take):
-            yield Turn(engine)
-            layers = run.layers_taken()
-            yield from layers
-            if layers:  # one that has just come in may have to wait for the next iteration
-                yield from run.finish_iteration(engine.forest, by=engine)
+            yield from run.engine_iteration(engine)
             continue
         # The first layer's law is known from prefill: nothing to draft for.
         forest = Forest() if run.logits_known() else (yield from run.propose())

@@ -108,6 +108,14 @@ class Run(Request):
         self.commit(draws, verified, len(self._layers))
         return not self.hypotheses.stopped()
 
+    def engine_iteration(self, engine: Engine) -> Iterator[Layer | Iteration | Need]:
+        """An iteration by the engine, which calls what it was begun with for every layer."""
+        yield Turn(engine)
+        layers = self.layers_taken()
+        yield from layers
+        if layers:  # one that has just come in may have to wait for the next iteration
+            yield from self.finish_iteration(engine.forest, by=engine)
+
     def layers_taken(self) -> list[Layer]:
         """The layers that `take` has committed in this iteration."""
         return list(self._layers)
@@ -154,10 +162,8 @@ class Run(Request):
         """W draws of `p_beam` (or as many as p alone asks for): the layer of plain beam sampling."""
         support, rule = self.p_beam(), self.dynamic_width
         width = rule.of(support.prob) if isinstance(rule, DistinctWidth) else self.width
-        if self.one_tested:
-            self.sampler.sample(
-                np.ones(1), 1
-            )  # of the two numbers of a layer the one that nothing is tested with
+        if self.one_tested:  # of a layer's two numbers the first is what a draft would be tested with
+            self.sampler.sample(np.ones(1), 1)
         draws = draw_layer(self.sampler, support.prob, width, self.distinct)
         self.skip_numbers(width)
         return self.commit([self.node(support, i) for i in draws])
@@ -204,11 +210,7 @@ def dsbd(run: Run, verify: str) -> Iterator[Layer | Iteration | Need]:
     engine = run.engine
     while not run.hypotheses.stopped():
         if engine is not None and engine.begin(run, run.take):
-            yield Turn(engine)
-            layers = run.layers_taken()
-            yield from layers
-            if layers:  # one that has just come in may have to wait for the next iteration
-                yield from run.finish_iteration(engine.forest, by=engine)
+            yield from run.engine_iteration(engine)
             continue
         # With `cover` the first layer behind the prompt is sampled directly: its target logits are there
         # already, so drafting for it would be wasted.
