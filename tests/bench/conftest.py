@@ -21,3 +21,16 @@ def sample_spider(tmp_path_factory) -> Path:
 def runner():
     with SqlRunner(seconds=5) as runner:
         yield runner
+
+
+@pytest.fixture(scope="module")
+def random_pair(tmp_path_factory):
+    """The backend over a target and a draft with random weights."""
+    from dsbd_cli.bench.backend import PairBackend
+    from dsbd_cli.decoder import Decoder
+    from tests.builders import rand
+
+    folder = tmp_path_factory.mktemp("random")
+    rand(folder / "t")
+    rand(folder / "d", seed=1)
+    return PairBackend(Decoder.from_pair(folder / "t", folder / "d", device="cpu", dtype="float32"))

@@ -12,7 +12,7 @@ from dsbd_cli.bench.backend import PairBackend
 from dsbd_cli.bench.methods import parse_methods
 from dsbd_cli.decoder import Decoder
 from dsbd_cli.settings import Settings
-from tests.builders import rand, says
+from tests.builders import says
 
 METHODS = [
     "multinomial", "beam", "speculative", "specinfer", "dsbd:paper", "dsbd:continue", "dsbd:cover", "dsbd-kv-one",
@@ -24,14 +24,6 @@ PROMPT = [5, 6, 7, 8, 9]
 def arm(method: str, **settings) -> Arm:
     (made,), _ = build_arms([method], Settings(), {"max_new_tokens": 24, **settings}, [])
     return made
-
-
-@pytest.fixture(scope="module")
-def random_pair(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("random")
-    rand(folder / "t")
-    rand(folder / "d", seed=1)
-    return PairBackend(Decoder.from_pair(folder / "t", folder / "d", device="cpu", dtype="float32"))
 
 
 @pytest.fixture(scope="module")

@@ -22,7 +22,7 @@ from dsbd_cli.decoder import Decoder
 from dsbd_cli.errors import Stopped, UserError
 from tests.bench.double import BytesTokenizer, FakeBackend, plan, prompter
 from tests.bench.test_backend import METHODS, arm
-from tests.builders import rand, says
+from tests.builders import says
 
 
 @pytest.fixture(autouse=True)
@@ -227,14 +227,6 @@ def test_a_number_of_answers_is_checked(tmp_path):
 
 PROMPTS = [[5, 6, 7, 8, 9], [5, 6], [9, 8, 7, 6, 5, 4, 5, 6, 7], [7, 7, 7]]
 SEEDS = [3, 4, 5, 6]
-
-
-@pytest.fixture(scope="module")
-def random_pair(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("random")
-    rand(folder / "t")
-    rand(folder / "d", seed=1)
-    return PairBackend(Decoder.from_pair(folder / "t", folder / "d", device="cpu", dtype="float32"))
 
 
 @pytest.mark.parametrize("method", [name for name in METHODS if not name.startswith("hf-")])
