@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -21,20 +22,25 @@ def engine_counts(records: Sequence[Record]) -> dict[str, Any]:
                 by_item[record["item"]].append(turn["stats"])
     ours = [turn for turns in by_item.values() for turn in turns]
 
-    def over(part: Callable[[Record], float], whole: Callable[[Record], float]) -> Estimate:
+    def over(
+        part: Callable[[Record], float],
+        whole: Callable[[Record], float],
+        least: float = 0,
+        most: float = math.inf,
+    ) -> Estimate:
         totals = [(sum(map(part, turns)), sum(map(whole, turns))) for turns in by_item.values()]
-        return stats.rate([part for part, _ in totals], [whole for _, whole in totals])
+        return stats.rate([part for part, _ in totals], [whole for _, whole in totals], least, most)
 
     turns = [turn["stats"] for record in records for turn in record["turns"] if turn["stats"]]
     calls = sum(turn["target_calls"] for turn in turns if turn.get("target_calls") is not None)
     made = sum(record["new_tokens"] or 0 for record in records)
     layers = over(lambda t: t["layers"], lambda t: t["target_calls"])
-    width = over(lambda t: sum(t["widths"]), lambda t: len(t["widths"]))
-    distinct = over(lambda t: sum(t["distinct_widths"]), lambda t: len(t["distinct_widths"]))
-    accepted = over(lambda t: t["drafts_accepted"], lambda t: t["drafts_examined"])
+    width = over(lambda t: sum(t["widths"]), lambda t: len(t["widths"]), least=1)
+    distinct = over(lambda t: sum(t["distinct_widths"]), lambda t: len(t["distinct_widths"]), least=1)
+    accepted = over(lambda t: t["drafts_accepted"], lambda t: t["drafts_examined"], most=1)
     by_depth = []
     for depth in range(max((len(turn["accepted_by_depth"]) for turn in ours), default=0)):
-        estimate = over(partial(_at_depth, depth, 1), partial(_at_depth, depth, 0))
+        estimate = over(partial(_at_depth, depth, 1), partial(_at_depth, depth, 0), most=1)
         examined = sum(_at_depth(depth, 0, turn) for turn in ours)
         by_depth.append({**estimate.to_dict(), "examined": examined})
     return {

@@ -51,7 +51,7 @@ ul{padding-left:1.2rem}
 .hint.many{display:block}
 @media (max-width:640px){body{font-size:15px}main{padding:1.2rem .9rem 3rem}h1{font-size:1.4rem}
 dl{grid-template-columns:1fr;gap:0}dt{margin-top:.5rem;font-size:.82rem}th,td{padding:.32rem .5rem}
-tbody th{min-width:6rem;max-width:8.5rem;white-space:normal;overflow-wrap:anywhere}
+tbody th{min-width:6rem;max-width:8.5rem;white-space:normal;overflow-wrap:break-word}
 .answers td:nth-child(2){min-width:16rem}}
 @media print{.wide{overflow:visible;background:none}.hint,details{display:none}
 table{font-size:.6rem}th,td{white-space:normal}}

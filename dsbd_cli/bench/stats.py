@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import numpy as np
@@ -78,14 +78,22 @@ def median(values: Sequence[float], of_sums: float | None = None) -> Estimate:
     return Estimate(float(np.median(x)), low, high, int(x.size), of_sums)
 
 
-def rate(parts: Sequence[float], wholes: Sequence[float]) -> Estimate:
+def rate(
+    parts: Sequence[float], wholes: Sequence[float], least: float = -math.inf, most: float = math.inf
+) -> Estimate:
     """The median over items of part / whole (tokens over seconds), and sum(parts) / sum(wholes) beside it.
 
     Items whose whole is 0 have no rate of their own; the sums hold them.
+
+    Args:
+        least, most: what no item's rate can be beyond, 1 for a share: the interval ends there.
     """
     a, b = np.asarray(parts, float), np.asarray(wholes, float)
     of_sums = float(a.sum() / b.sum()) if a.size and b.sum() else None
-    return median([one / other for one, other in zip(a, b, strict=True) if other], of_sums)
+    found = median([one / other for one, other in zip(a, b, strict=True) if other], of_sums)
+    if found.low is None or found.high is None:
+        return found
+    return replace(found, low=max(found.low, least), high=min(found.high, most))
 
 
 def paired_rate(

@@ -179,6 +179,14 @@ def test_a_rate_stands_beside_the_ratio_of_sums():
     assert rate([1, 2, 3], [0, 1, 1]).of_sums == 3
 
 
+def test_the_interval_of_a_share_stays_among_shares():
+    few = ([0, 1, 8], [10, 10, 10])
+    assert rate(*few).high > 1  # Student's t knows nothing of where shares end
+    found = rate(*few, least=0, most=1)
+    assert (found.value, found.low, found.high) == (0.1, 0, 1)
+    assert rate([1, 2], [4, 4], least=0, most=1).low is None
+
+
 def test_pairing_removes_what_the_items_share():
     rng = np.random.default_rng(3)
     seconds = rng.exponential(2, 80) + 0.2
