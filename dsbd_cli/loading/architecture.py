@@ -101,7 +101,9 @@ def head_rows(model: Any) -> int | None:
     """Rows of the head, padding included; None where there is none to look at."""
     head = model.get_output_embeddings()
     weight = getattr(head, "weight", None)
-    return None if weight is None or weight.dim() != 2 else int(weight.shape[0])
+    # (A quantized layer's `weight` is a method.)
+    shape = getattr(weight, "shape", ())
+    return int(shape[0]) if len(shape) == 2 else None
 
 
 def input_rows(model: Any) -> int | None:

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+import warnings
 from pathlib import Path
 
 import pytest
 import torch
 from transformers import TextIteratorStreamer
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.llama import modeling_llama
 
 import dsbd_cli
 from dsbd_cli.errors import UserError
@@ -26,6 +30,75 @@ def test_every_state_gives_the_models_own_text(kind: str) -> None:
     for _ in range(6):
         program.step()
         assert program.differs() is None, program.told
+
+
+def _sdpa(module, query, *rest, **more):
+    return sdpa_attention_forward(module, query * 3, *rest, **more)
+
+
+PATCHES = {
+    "a method of the family": (modeling_llama.LlamaMLP, "forward", lambda old: lambda self, x: old(self, x) * 1.5),
+    "the call of a class": (modeling_llama.LlamaRMSNorm, "__call__", lambda old: lambda self, x: -old(self, x)),
+    "a layer of torch": (torch.nn.Linear, "forward", lambda old: lambda self, x: old(self, x) * 1.2),
+    "a function of the family": (
+        modeling_llama, "apply_rotary_pos_emb", lambda old: lambda q, k, *rest, **more: (q * 2, k)
+    ),
+    "a function of torch": (
+        torch.nn.functional, "linear", lambda old: lambda x, weight, bias=None: old(x, weight, bias) * 1.2
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", PATCHES)
+def test_code_that_is_replaced_between_two_calls_is_noticed(
+    what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place, name, change = PATCHES[what]
+    _differs(lambda: monkeypatch.setattr(place, name, change(getattr(place, name))))
+
+
+def test_an_attention_that_is_registered_between_two_calls_is_noticed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    _differs(lambda: monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._local_mapping, "sdpa", _sdpa))
+
+
+def _differs(change) -> None:
+    """The text before and after a change of code is the model's own, and another one after it."""
+    model = tiny("llama", 0)
+    run = {"num_beams": 3, "do_sample": False, "max_new_tokens": 12}
+    found = []
+    for _ in range(2):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            ours = model.generate(IDS, custom_generate=dsbd_cli.generate, method="beam", **run).tolist()
+        assert ours == model.generate(IDS, **run).tolist()
+        found.append(ours)
+        if len(found) == 1:
+            change()
+    assert found[0] != found[1]
+
+
+@pytest.mark.parametrize("more", [torch.nn.Identity(), torch.nn.Softsign()], ids=["wrapped", "capped"])
+def test_a_head_that_is_no_plain_layer(more: torch.nn.Module) -> None:
+    model = tiny("llama", 0)
+    model.lm_head = torch.nn.Sequential(model.lm_head, more)
+    run = {"num_beams": 3, "do_sample": False, "max_new_tokens": 12}
+    with pytest.warns(UserWarning, match="holds a Sequential where a plain Linear is expected"):
+        ours = model.generate(IDS, custom_generate=dsbd_cli.generate, method="beam", **run)
+    assert ours.tolist() == model.generate(IDS, **run).tolist()
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
+def test_layers_that_quantise_what_they_are_given_are_refused_or_right() -> None:
+    """Their rounding depends on what shares a forward: a tree cannot be what its paths are."""
+    model = tiny("llama", 0)
+    torch.ao.quantization.quantize_dynamic(model, {torch.nn.Linear}, inplace=True)
+    run = {"do_sample": False, "max_new_tokens": 8}
+    with pytest.raises(UserError, match="a tree of sequences does not compute like single sequences"):
+        model.generate(IDS, custom_generate=dsbd_cli.generate, method="beam", num_beams=3, **run)
+    ours = model.generate(IDS, custom_generate=dsbd_cli.generate, method="multinomial", **run)
+    assert ours.tolist() == model.generate(IDS, **run).tolist()
 
 
 class _Words:

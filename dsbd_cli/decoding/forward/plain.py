@@ -89,7 +89,7 @@ def why_not_captured(model: Any) -> str | None:
 def fingerprint(model: Any) -> tuple[Any, ...]:
     """Changes whenever something changes that a prepared forward relies on.
 
-    Modules, their types, hooks, methods and numbers; the config; addresses and versions of all weights,
+    Modules, their types, hooks, methods and numbers; the code they run; the config; addresses and versions of all weights,
     and a sample of their values, for a write through `.data` leaves no other trace. A few milliseconds
     for a model of hundreds of modules, and one copy to the host.
     """
@@ -112,7 +112,35 @@ def fingerprint(model: Any) -> tuple[Any, ...]:
         _sample(weights),
         tuple((name, repr(value)) for name, value in vars(model.config).items()),
         _autocast(),
+        _code(model),
     )
+
+
+def _code(model: Any) -> tuple[Any, ...]:
+    """Every function that a forward may run: of the classes, of the modules they stand in, of torch, of attention.
+
+    The functions themselves, not their addresses, which others may get once they are gone.
+    """
+    kinds = dict.fromkeys(type(module) for module in model.modules())
+    classes = dict.fromkeys(base for kind in kinds for base in kind.__mro__ if base is not object)
+    sources = dict.fromkeys(sys.modules.get(kind.__module__) for kind in classes)
+    spaces = [vars(place) for place in (*classes, *sources, nn.functional) if place is not None]
+    return (
+        tuple(value for space in spaces for value in list(space.values()) if callable(value)),
+        tuple(map(_attention, dict.fromkeys(_attention_names(model)))),
+    )
+
+
+def _attention_names(model: Any) -> list[str | None]:
+    configs = [getattr(module, "config", None) for module in model.modules()]
+    return [getattr(config, "_attn_implementation", None) for config in configs if config is not None]
+
+
+def _attention(name: str | None) -> Any:
+    """What is registered as the attention of this name; None where nothing is."""
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    return ALL_ATTENTION_FUNCTIONS.get(name) if name in ALL_ATTENTION_FUNCTIONS else None
 
 
 def _autocast() -> bool:
@@ -248,10 +276,8 @@ def _changed_functions(kinds: dict[str, type]) -> str | None:
 
 def why_other_attention(model: Any) -> str | None:
     """Whether the attention that the config names is somebody's own; None where it is transformers'."""
-    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-
     name = getattr(model.config, "_attn_implementation", None)
-    registered = ALL_ATTENTION_FUNCTIONS.get(name) if name in ALL_ATTENTION_FUNCTIONS else None
+    registered = _attention(name)
     if name in (None, "eager") or registered is None or at_home(registered):
         return None
     return f"its attention ({name}) is registered from outside"
