@@ -26,6 +26,7 @@ from dsbd_cli.decoding import (
     Trie,
     common_ancestor,
     decode,
+    draft_can_wait,
     draft_processor,
     start,
     top_n_needed,
@@ -124,8 +125,11 @@ class Generation:
     def _start(self) -> Run:
         target, settings, trie = self.target, self.settings, self.trie
         target.prefill(self.ids, trie.root, top_n=top_n_needed(settings, len(trie.eos_ids)), reuse=self.reuse)
+        prices, later = self.prices(), False
         if self.draft is not None:
-            self.draft.prefill(self.ids, trie.root, top_n=draft_processor(settings).top_n, reuse=self.reuse)
+            later = not self.draft.captured and draft_can_wait(settings, prices)
+            top_n = draft_processor(settings).top_n
+            self.draft.prefill(self.ids, trie.root, top_n=top_n, reuse=self.reuse, later=later)
         samplers = SeededSampler(self.seed, 0), SeededSampler(self.seed, 1)
         choice = self.decoder.choose(settings, target, self.draft, trie, samplers[1])
         run = start(
@@ -136,8 +140,9 @@ class Generation:
             *samplers,
             choice.engine,
             choice.proposer,
-            self.prices(),
+            prices,
             self.ids,
+            unread=len(self.ids) if later else 0,
         )
         run.keep_answer = self.reuse
         return run

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from dsbd_cli.decoding.methods.proposers import least_width as least_width
     from dsbd_cli.decoding.methods.setup import decode as decode
     from dsbd_cli.decoding.methods.setup import demand_of as demand_of
+    from dsbd_cli.decoding.methods.setup import draft_can_wait as draft_can_wait
     from dsbd_cli.decoding.methods.setup import draft_processor as draft_processor
     from dsbd_cli.decoding.methods.setup import forest_is_free as forest_is_free
     from dsbd_cli.decoding.methods.setup import loop_of as loop_of
@@ -70,6 +71,7 @@ _ROOMS = {
     "methods.setup": (
         "decode",
         "demand_of",
+        "draft_can_wait",
         "draft_processor",
         "loop_of",
         "most_nodes",

@@ -137,6 +137,7 @@ def best_forest(
     max_gamma: int,
     max_draft_width: int,
     widths: Sequence[int] | None = None,
+    worth: float = 1.0,
 ) -> Shape:
     """The forest of each request that makes most layers a millisecond; gamma 0 is plain beams, without a draft.
 
@@ -149,9 +150,10 @@ def best_forest(
         beams: distinct beams of a request; None takes those of `acceptance`.
         max_gamma, max_draft_width: limits.
         widths: draft widths to choose from; None takes those of `acceptance`.
+        worth: what a forest must promise, in times plain beams.
     """
     best = Shape(0, 1)
-    most = layers_per_ms(prices, acceptance, best, requests=requests, beams=beams)
+    most = worth * layers_per_ms(prices, acceptance, best, requests=requests, beams=beams)
     if prices.draft is None:
         return best
     live = acceptance.beams if beams is None else beams

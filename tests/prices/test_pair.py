@@ -7,9 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from dsbd_cli.decoder import Decoder
 from dsbd_cli.decoding import Notice
+from dsbd_cli.decoding.tree.sequences import Node
 from dsbd_cli.errors import UserError
 from dsbd_cli.prices import Curve, Prices, measure, store
 from dsbd_cli.prices import pair as pair_module
@@ -152,3 +154,52 @@ def test_measuring_leaves_nothing_behind_that_changes_an_answer(
         assert decoder.generate("hello", settings(**given)).token_ids == (
             plain.generate("hello", settings(**given)).token_ids
         )
+
+
+def test_a_draft_that_is_not_asked_does_not_read_the_prompt(
+    decoder: Decoder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Read when it is first asked or never, with the same text, also where a conversation goes on."""
+    files = {}
+    for name, prices in (("dear", DEAR), ("cheap", CHEAP)):
+        files[name] = tmp_path / f"{name}.json"
+        files[name].write_text(json.dumps(prices.to_dict()))
+    ids = [5, 6, 7, 8, 9] * 8
+    read: list[int] = []
+    decoder.draft.require_tree()
+    compute = decoder.draft._compute
+    monkeypatch.setattr(
+        decoder.draft, "_compute", lambda plan, *rest: (read.append(len(plan)), compute(plan, *rest))[1]
+    )
+
+    def say(prompt: list[int], name: str, reuse: bool) -> list[int]:
+        read.clear()
+        given = settings(verify="cover", prices=str(files[name]), max_new_tokens=8)
+        events = list(decoder.stream(prompt, given, reuse=reuse))
+        return events[-1].result.token_ids
+
+    first = say(ids, "dear", False)
+    assert not read
+    assert say(ids, "cheap", False) == first
+    assert sum(read[:1]) == len(ids)
+    for turn, name in enumerate(("dear", "cheap", "dear", "dear", "cheap")):
+        longer = ids + [9 - turn] * (turn + 1)
+        kept = say(longer, name, True)
+        assert (sum(read) == 0) == (name == "dear")
+        assert say(longer, name, False) == kept
+
+
+def test_a_prompt_read_late_is_the_prompt_read_at_once(decoder: Decoder) -> None:
+    model, ids, rows = decoder.draft, [5, 6, 7, 8, 9, 10], []
+    for before, later in (((), False), ((), True), (ids[:3], True), ([*ids, 4], True)):
+        if before:
+            model.prefill(before, Node(-1, None), reuse=False, later=len(before) < len(ids))
+        root = Node(-1, None)
+        node = Node(3, root)
+        model.prefill(ids, root, reuse=bool(before), later=later)
+        assert model.has_logits(root) == (not later)
+        model.retain([node])  # a beam that nobody drafted below
+        model.forward([node])
+        rows.append(torch.stack([model.log_row(root), model.log_row(node)]))
+        assert model.calls == 1
+    assert all(torch.allclose(row, rows[0], atol=1e-5) for row in rows)

@@ -29,6 +29,11 @@ _FORGETTING = 0.05
 # Iterations without a forest before one layer is tried again: as few as the first after one that passed, twice
 # as many after each that was in vain.
 _FIRST_REST, _LONGEST_REST = 4, 64
+# What a try may cost of what was decoded since the last one: the draft has to read all that it has not seen.
+_TRIAL = 0.1
+# What the first forest must promise, in times plain beams: the draft has to read the prompt for it, and beliefs are
+# rough, where what plain beams cost is known.
+_WORTH = 1.1
 
 
 class Proposer(Protocol):
@@ -171,6 +176,7 @@ class ForestShape:
             the whole of it.
         drawn: the forest's layers are draws, which are looked at one by one (`paper`, `continue`), not the most
             probable continuations.
+        unread: prompt tokens that the draft has not read yet.
 
     Attributes:
         requests: how many share each forward, so that their nodes are paid together; 1 where the text depends on
@@ -179,8 +185,9 @@ class ForestShape:
     """
 
     def __init__(
-        self, prices: Prices, acceptance: Acceptance, *, narrow: bool = True, drawn: bool = False
-    ) -> None:
+        self, prices: Prices, acceptance: Acceptance, *, narrow: bool = True, drawn: bool = False,
+        unread: int = 0,
+    ) -> None:  # fmt: skip
         self._prices, self._beams, self._drawn = prices, acceptance.beams, drawn
         self._widths = acceptance.widths
         self._choice = self._widths if narrow else self._widths[-1:]
@@ -189,21 +196,21 @@ class ForestShape:
         self._nodes = list(acceptance.nodes)
         self.requests = 1
         always = Acceptance(self._widths, ((1.0,) * len(self._widths),) * len(self._passes), acceptance.nodes)
+        self._rest, self._resting, self._unread = _FIRST_REST, 0, float(unread)
         # Where no forest could pay even if all of it passed, none is ever tried.
         self._hopeless = self._best(always, len(self._passes)).gamma == 0
-        self._rest, self._resting = _FIRST_REST, 0
         self._limit = self._widths[-1]  # W_S of the forest under way
 
     def choose(self, most: int) -> Shape:
         """The shape of the next forest, at most `most` (at least 1) layers deep."""
         known = self._acceptance()
         shape = self._best(known, most)
-        if shape.gamma or (self._hopeless and self.requests == 1):
-            self._resting = 0
-        else:
+        if shape.gamma:
+            self._resting, self._unread = 0, 0.0
+        elif not self._hopeless or self.requests > 1:
             self._resting += 1
-            if self._resting > self._rest:
-                self._resting, self._rest = 0, min(2 * self._rest, _LONGEST_REST)
+            if self._resting > self._rest and self._affordable():
+                self._resting, self._rest, self._unread = 0, min(2 * self._rest, _LONGEST_REST), 0.0
                 tries = [Shape(1, width) for width in self._choice]
                 shape = max(tries, key=lambda one: self._worth(known, one))
         self._limit = shape.draft_width
@@ -243,6 +250,13 @@ class ForestShape:
             held = min(width, size) if width <= used or ended else max(self._nodes[i], size)
             self._nodes[i] += _RATE * (held - self._nodes[i])
 
+    def _affordable(self) -> bool:
+        """Whether the draft catches up for a small part of what the layers since it was last asked have cost."""
+        assert self._prices.draft is not None
+        layer = self._prices.target(self.requests * self._beams) / self.requests + self._prices.layer_ms
+        behind = self._prices.draft(self._unread + self._resting * self._beams)
+        return behind <= _TRIAL * self._resting * layer
+
     def _worth(self, known: Acceptance, shape: Shape) -> float:
         return layers_per_ms(self._prices, known, shape, requests=self.requests)
 
@@ -252,7 +266,7 @@ class ForestShape:
     def _best(self, known: Acceptance, most: int) -> Shape:
         return best_forest(
             self._prices, known, requests=self.requests, beams=self._beams, max_gamma=most,
-            max_draft_width=self._widths[-1], widths=self._choice,
+            max_draft_width=self._widths[-1], widths=self._choice, worth=_WORTH if self._unread else 1.0,
         )  # fmt: skip
 
 

@@ -85,12 +85,13 @@ def host_proposals(settings: Settings) -> str:
     return "the host chooses the forest's nodes (forest-nodes)" if settings.forest_nodes else ""
 
 
-def forest_shape(settings: Settings, prices: Prices, pruned: bool) -> ForestShape:
+def forest_shape(settings: Settings, prices: Prices, unread: int = 0) -> ForestShape:
     """How large these settings' forests are to be.
 
     Args:
-        pruned: whether layers end where they hold enough of the draft's mass.
+        unread: prompt tokens that the draft reads when it is first asked.
     """
+    pruned = forest_mass(settings) < 1
     one_beam = settings.method in ONE_BEAM_METHODS
     width, drawn = 1 if one_beam else settings.width, not takes_most_probable(settings)
     beams = distinct_beams(width, without_replacement=settings.deterministic or draws_distinct(settings))
@@ -102,7 +103,19 @@ def forest_shape(settings: Settings, prices: Prices, pruned: bool) -> ForestShap
         least=width if drawn else 1,
     )
     narrow = not isinstance(width_rule_of(settings), ThresholdWidth)
-    return ForestShape(prices, first, narrow=narrow, drawn=drawn)
+    return ForestShape(prices, first, narrow=narrow, drawn=drawn, unread=unread)
+
+
+def draft_can_wait(settings: Settings, prices: Prices | None) -> bool:
+    """Whether a host begins without a forest: the draft then reads the prompt when it is first asked, or never."""
+    if (
+        prices is None
+        or settings.method not in DRAFTING
+        or settings.method == "specinfer"
+        or not settings.gamma
+    ):
+        return False
+    return forest_shape(settings, prices, unread=1).choose(settings.gamma).gamma == 0
 
 
 def forest_is_free(settings: Settings) -> bool:
@@ -183,6 +196,7 @@ def start(
     prices: Prices | None = None,
     prompt: Sequence[int] = (),
     draft_alone: bool = False,
+    unread: int = 0,
 ) -> Run:
     """A `Run` for these settings on prefilled models; `draft` may be None for plain decoding.
 
@@ -191,6 +205,7 @@ def start(
         prices: what forests have to be worth on the host; None: all are full.
         prompt: token ids that `trie.root` stands for, for `lookup`.
         draft_alone: propose by the draft alone, as a device does, also where the target's conditionals would serve.
+        unread: prompt tokens that the draft reads when it is first asked (`draft_can_wait`).
     """
     one_beam = settings.method in ONE_BEAM_METHODS
     width = 1 if one_beam else settings.width
@@ -213,7 +228,7 @@ def start(
             # What mass is depends on the temperature.
             processor = LogitsProcessor(settings.temperature, processor.top_k)
         if prices is not None and priced and gamma:
-            shape = forest_shape(settings, prices, mass < 1)
+            shape = forest_shape(settings, prices, unread)
         # Full forests are those of a device, where the text depends on them.
         alike = settings.forest == "full" and not forest_is_free(settings) and not host_proposals(settings)
         own = best and engine is None and captured is None and not alike

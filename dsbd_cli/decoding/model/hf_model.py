@@ -84,7 +84,7 @@ class HfTreeModel:
         readable = input_rows(module)
         # Rows that the head lacks have probability 0; a draft proposes nothing that it could not read.
         known = [head_rows(module), readable if role == "draft" else None]
-        self.vocab_size = min(vocab_size, *(rows for rows in known if rows is not None))
+        self.vocab_size = min([vocab_size, *(rows for rows in known if rows is not None)])
         self._readable = readable if readable is not None and readable < vocab_size else None
         self._border = rope_border(module.config)
         self._long = False
@@ -97,6 +97,8 @@ class HfTreeModel:
         self._short_of_memory = False
         # Nodes, which of the planned ones they are, how many were planned.
         self._in_flight: tuple[InFlight, list[Node], list[int], int] | None = None
+        # A prompt that nothing has needed yet: how much of it is computed, its ids, its node.
+        self._unread: tuple[int, Sequence[int], Node] | None = None
         self._capture = self.device.type == "cuda" if graphs is None else graphs
         self._why_no_graphs = "" if self._capture else "it was not asked for"
         if graphs is None and not self._capture:
@@ -261,7 +263,9 @@ class HfTreeModel:
     # TreeModel.
 
     @torch.inference_mode()
-    def prefill(self, ids: Sequence[int], root: Node, *, top_n: int = 0, reuse: bool = True) -> None:
+    def prefill(
+        self, ids: Sequence[int], root: Node, *, top_n: int = 0, reuse: bool = True, later: bool = False
+    ) -> None:
         """Start a new tree behind the prompt `ids` (at least one), in one pass.
 
         Args:
@@ -269,6 +273,7 @@ class HfTreeModel:
             root: the node that stands for them; known afterwards.
             top_n: how many best entries of each node's logits will be asked for; 0 keeps full logits.
             reuse: take over the prefix that the last prompt or its answer shares with this one.
+            later: read the prompt when the first forward needs it: a draft that is never asked never does.
         """
         self.require_tree()
         if self.graphs is not None and self.device.type == "cuda":
@@ -282,13 +287,24 @@ class HfTreeModel:
         long, before = self._border is not None and not self._below(len(ids)), self._long
         self._long = long
         kept = self.tree.shared_prefix(ids) if reuse and not self.logits.tainted and long == before else []
+        if self._unread is not None:  # of the last prompt no more was computed
+            kept = kept[: self._unread[0]]
         self.tree.start(ids, root, kept)
         self.logits.start(top_n)
         self.calls = 0
+        self._unread = len(kept), ids, root
+        if not later:
+            self._read_prompt()
+
+    def _read_prompt(self) -> None:
+        """Compute what of the prompt was left for later."""
+        if self._unread is None:
+            return
+        known, ids, root = self._unread
         logits = torch.zeros(0)
         # Beyond a border of rope factors every part of the prompt has to see its whole length.
-        chunk = len(ids) if long else _CHUNK
-        for begin in range(len(kept), len(ids), chunk):
+        chunk = len(ids) if self._long else _CHUNK
+        for begin in range(known, len(ids), chunk):
             plan = self.tree.prompt_plan(begin, min(begin + chunk, len(ids)))
             slots = torch.tensor(plan.slots, device=self.device)
             end = begin + len(plan)
@@ -299,6 +315,7 @@ class HfTreeModel:
                 mask = self.tree.masks.causal(plan.mask_rows[0], slots)
             logits = self._compute(plan, slots, mask, 1)
         keep_logits(self.logits, [root], logits)
+        self._unread = None
 
     @torch.inference_mode()
     def forward(self, nodes: Iterable[Node]) -> None:
@@ -317,6 +334,7 @@ class HfTreeModel:
         wanted = dict.fromkeys(node for node in nodes if node not in self.logits)
         if not wanted:
             return
+        self._read_prompt()
         batch = self.tree.missing(wanted)
         keep = [i for i, node in enumerate(batch) if node in wanted]
         plan = self.tree.plan(batch)

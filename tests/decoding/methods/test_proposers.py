@@ -311,7 +311,27 @@ def test_the_choice_is_that_of_best_forest():
     for _ in range(10):
         learn(shape, 2, 4, None)
     known = shape._acceptance()
-    assert shape.choose(6) == best_forest(Prices.assumed(0.1, 0.03), known, max_gamma=6, max_draft_width=8)
+    best = best_forest(Prices.assumed(0.1, 0.03), known, max_gamma=6, max_draft_width=8)
+    assert shape.choose(6) == best
+
+
+def test_the_first_forest_has_to_promise_more_for_the_draft_must_read_the_prompt():
+    prices = Prices(Curve((1,), (1.0,)), Curve((1,), (0.15,)))
+    known = Acceptance((1,), ((0.2,),), (1.0,))  # 1.2 layers for 1.15
+    assert best_forest(prices, known, max_gamma=1, max_draft_width=1) == Shape(1, 1)
+    assert best_forest(prices, known, max_gamma=1, max_draft_width=1, worth=1.1) == Shape(0, 1)
+    assert ForestShape(prices, known).choose(1) == Shape(1, 1)
+    assert ForestShape(prices, known, unread=9).choose(1) == Shape(0, 1)
+
+
+@pytest.mark.parametrize(("unread", "first"), [(0, 5), (100, 13), (1000, 113)])
+def test_a_try_costs_a_tenth_of_what_was_decoded_since_the_last_one(unread, first):
+    """Whatever the draft has not read it reads first, for a hundredth of a target's call a token here."""
+    prices = Prices(Curve((1,), (10.0,)), Curve((1, 2), (1.0, 1.1)))
+    shape = rule(prices, first=0.0, unread=unread)
+    tries = [place for place in range(1, 2000) if learn(shape, None).gamma]
+    assert tries[0] == first
+    assert tries[1] - tries[0] == 9  # the prompt is read once
 
 
 def test_of_many_requests_each_gets_less():
