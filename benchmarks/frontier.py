@@ -1,12 +1,17 @@
 """Quality against speed: log-probability and scores of every family beside whole answers a second.
 
-    python -m benchmarks.frontier --out DIR/default.json --data-dir DATA [--limit 100] [--timed 4] [--shots 0]
-    python -m benchmarks.frontier --out DIR/7b.json --data-dir DATA --limit 0 --inflate ...
-    python -m benchmarks.frontier --report DIR/default.json DIR/7b.json
+    python -m benchmarks.frontier --out DIR/quality.json --data-dir DATA --timed 0 --shots 0
+    python -m benchmarks.frontier --out DIR/few-shot.json --data-dir DATA --timed 0
+    python -m benchmarks.frontier --out DIR/default.json --data-dir DATA --limit 0 --shots 0
+    python -m benchmarks.frontier --out DIR/7b.json --data-dir DATA --limit 0 --shots 0 --inflate ...
+    python -m benchmarks.frontier --report DIR/default.json DIR/7b.json --quality DIR/quality.json \\
+      --few-shot DIR/few-shot.json
 
-Two passes. Quality: `--limit` items of each data set, many at a time, which changes no text where the width
-is fixed. Speed: `--timed` items of each, one at a time, all arms in turn on each prompt; layers a call are
-those of this pass. A first file's quality stands beside the speed of all: one law, targets of other cost.
+Two passes, which one command or several make. Quality: `--limit` items of each data set, many at a time, once
+for all arms of one law: a fixed width, or one that follows from the target alone, gives the text of plain beams
+whatever is proposed (docs/design.md section 3). Speed: `--timed` items of each, one at a time, all arms in turn
+on each prompt; layers a call are those of this pass. An enlarged target has the law of the small one, so that
+quality is measured once for both.
 """
 
 from __future__ import annotations
@@ -17,6 +22,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,7 +33,7 @@ import torch
 
 from benchmarks.kit import pairs
 from benchmarks.kit.arms import parse_arms
-from benchmarks.kit.frontier import plot, table
+from benchmarks.kit.frontier import goals, law, of_target_alone, plot, table, whole
 from benchmarks.kit.results import Results, read
 from dsbd_cli.bench import context
 from dsbd_cli.bench.arms import Arm
@@ -48,31 +54,36 @@ from dsbd_cli.settings import Settings
 KINDS = ("squad", "spider", "mt-bench")
 # Of a time limit, so that there are speeds to go with what was judged.
 _QUALITY = 0.55
+# Every arm is on the first slice of items before any is on the next; each slice captures anew.
+_SLICES = 2
+_DEEP = "draft_width=24 gamma=6"
 _SPARE = "draft_width=32 gamma=6 forest_nodes=96 lookup=8 forest=full"
+# Beams that speeds are compared with, the corners of each family, and one that asks for more of the draft.
 ARMS = f"""
 multinomial
 multinomial temperature=0
 speculative
 beam width=4
+beam width=4 draws=distinct
 beam width=8 draws=distinct
+beam width=2 deterministic=true
 beam width=4 deterministic=true
 dsbd:cover width=2 draft_width=16
 dsbd:cover width=4 draft_width=16
-dsbd:cover width=8 draft_width=16
-dsbd:cover width=2 draft_width=16 draws=distinct
-dsbd:cover width=3 draft_width=16 draws=distinct
-dsbd:cover width=4 draft_width=16 draws=distinct
-dsbd:cover width=8 draft_width=16 draws=distinct
+dsbd:cover width=4 {_DEEP}
 dsbd:cover width=4 draft_width=16 threshold=0.9 min_width=2
-dsbd:cover width=8 draft_width=16 draws=distinct threshold=0.95 min_width=2
-dsbd:cover width=2 draft_width=16 deterministic=true
-dsbd:cover width=3 draft_width=16 deterministic=true
-dsbd:cover width=4 draft_width=16 deterministic=true
-dsbd:cover width=8 draft_width=24 deterministic=true
-dsbd:cover width=4 draws=distinct {_SPARE}
+dsbd:cover width=3 draws=distinct draft_width=16
+dsbd:cover width=3 draws=distinct {_DEEP}
+dsbd:cover width=4 draws=distinct {_DEEP}
+dsbd:cover width=8 draws=distinct draft_width=16
+dsbd:cover width=8 draws=distinct {_DEEP}
 dsbd:cover width=8 draws=distinct {_SPARE}
-dsbd:cover width=3 deterministic=true {_SPARE}
-dsbd:cover width=4 deterministic=true {_SPARE}
+dsbd:cover width=8 draws=distinct draft_width=16 threshold=0.95 min_width=2
+dsbd:cover width=2 deterministic=true draft_width=16
+dsbd:cover width=2 deterministic=true {_DEEP}
+dsbd:cover width=3 deterministic=true {_DEEP}
+dsbd:cover width=4 deterministic=true draft_width=16
+dsbd:cover width=4 deterministic=true {_DEEP}
 hf-beam-sample width=4
 """
 
@@ -120,7 +131,22 @@ def parser() -> argparse.ArgumentParser:
     )
     result.add_argument("--out", type=Path, help="results file (JSON), taken up again where it exists")
     result.add_argument(
-        "--report", type=Path, nargs="+", metavar="FILE", help="table and plot (beside --out or the first)"
+        "--report",
+        type=Path,
+        nargs="+",
+        metavar="FILE",
+        help="table, goals and plot (beside --out or the first)",
+    )
+    result.add_argument(
+        "--quality",
+        type=Path,
+        nargs="+",
+        default=[],
+        metavar="FILE",
+        help="where the report's log-probs are from",
+    )
+    result.add_argument(
+        "--few-shot", type=Path, nargs="+", default=[], metavar="FILE", help="where its scores are from"
     )
     return result  # fmt: skip
 
@@ -130,8 +156,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         if options.report:
             stem = options.out or options.report[0].with_suffix("")
-            found = [read(path) for path in options.report]
-            text = table(found)
+            found = whole(*([read(path) for path in paths] for paths in (
+                options.report, options.quality, options.few_shot)))  # fmt: skip
+            text = "\n\n".join([table(found), *goals(found)])
             stem.with_suffix(".md").write_text(text + "\n", encoding="utf-8")
             print(text)
             plot(found, stem.with_suffix(".svg"))
@@ -142,7 +169,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             torch.set_num_threads(options.threads)
         with quiet_transformers():
             run(options)
-        print(table([read(options.out)]))
+        print(table(whole([read(options.out)])))
         return 0
     except DsbdError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -216,29 +243,41 @@ class Measure:
         self._decoder, self._results, self._judge = decoder, results, judge
         self._options, self._begin = options, begin
         self._backend = PairBackend(decoder)
+        self._broken: set[str] = set()
 
     def quality(self, arms: Sequence[Arm], asked: Mapping[str, Sequence[Asked]]) -> None:
-        """Every arm on the same slice of items before any is on the next: a run cut short compares all the same."""
-        size = self._options.batch
+        """One arm of every law on a slice of items before any is on the next: a run cut short compares all the same."""
         longest = max(map(len, asked.values()), default=0)
+        size = max(1, -(-longest // _SLICES))
+        laws = {law(arm.settings.to_dict() | {"run": arm.method}): arm for arm in reversed(arms)}
+        ours = [arm for arm in arms if arm in laws.values()]
         for at in range(0, longest, size):
             slice_ = [one for each in asked.values() for one in each[at : at + size]]
-            for arm in arms:
+            for number, arm in enumerate(ours, 1):
                 todo = [one for one in slice_ if not self._has("quality", arm, one)]
                 if arm.hf:  # a stop string needs a prompt at a time there
                     todo = [one for one in todo if not one.stop]
-                if not todo or self._late(_QUALITY):
+                if not todo or self._late(_QUALITY if self._options.timed else 1.0):
                     continue
                 began = time.monotonic()
-                for one, values in zip(todo, self._answers(arm, todo), strict=True):
-                    self._add("quality", arm, one, values)
-                self._say(f"quality {arm.name}: {len(todo)} answers in {time.monotonic() - began:.1f} s")
+                with self._spared("quality", arm):
+                    tokens = 0
+                    for one, values in zip(todo, self._answers(arm, todo), strict=True):
+                        self._add("quality", arm, one, values)
+                        tokens += values["tokens"]
+                    took = time.monotonic() - began
+                    self._say(f"quality {number} of {len(ours)}, {arm.name}: {len(todo)} answers, {tokens} tokens in "
+                              f"{took:.1f} s ({tokens / took:.0f} tokens/s)")  # fmt: skip
 
     def _answers(self, arm: Arm, asked: Sequence[Asked]) -> list[dict[str, Any]]:
         if arm.hf:
             return self._hf_answers(arm, asked)
-        settings = [self._settings(arm, one) for one in asked]
-        found = self._decoder.generate_many([one.ids for one in asked], settings, batch=self._options.batch)
+        settings, batch = [self._settings(arm, one) for one in asked], self._options.batch
+        if not of_target_alone(arm.settings.to_dict()):
+            batch = 1  # a width that looks at the forest: that of an answer alone
+        elif arm.settings.method == "dsbd":
+            settings = [dataclasses.replace(one, method="beam") for one in settings]
+        found = self._decoder.generate_many([one.ids for one in asked], settings, batch=batch)
         return [
             {
                 "logprob": result.beams[0].logprob,
@@ -286,26 +325,52 @@ class Measure:
             for each in asked.values()
             if place < len(each)
         ]
+        if not turns:
+            return
+        _, longest = max(turns, key=lambda turn: len(turn[1].ids))
         warm: set[str] = set()
         for number, (place, one) in enumerate(turns):
             for arm in (*arms[number % len(arms) :], *arms[: number % len(arms)]):
                 if self._has("speed", arm, one) or (arm.hf and place >= limit) or self._late():
                     continue
-                own = dataclasses.replace(arm, settings=self._settings(arm, one))
-                if arm.name not in warm:  # caches grow, graphs are captured
-                    warm.add(arm.name)
-                    self._backend.answer(own, one.ids, self._seed(one))
-                answer = self._backend.answer(own, one.ids, self._seed(one))
-                logprob = answer.logprob_engine
-                if arm.hf:
-                    logprob = self._backend.logprob(one.ids, answer.token_ids)
-                keep = ("layers", "target_calls", "draft_calls", "mean_distinct_width", "notes")
-                self._add("speed", arm, one, {
-                    "logprob": logprob, "tokens": answer.new_tokens, "seconds": answer.wall_s,
-                    "correct": self._judge.of(one, answer.text, answer.finish_reason),
-                    **{name: answer.stats.get(name) for name in keep},
-                })  # fmt: skip
+                if arm.name in self._broken:
+                    continue
+                began = time.monotonic()
+                with self._spared("speed", arm):
+                    if arm.name not in warm:
+                        # Caches grow to what the longest prompt needs, graphs are captured.
+                        warm.add(arm.name)
+                        self._answer(arm, longest)
+                        self._say(f"speed, warm {len(warm)} of {len(arms)}, {arm.name}: "
+                                  f"{time.monotonic() - began:.1f} s")  # fmt: skip
+                    self._add("speed", arm, one, self._timed(arm, one))
             self._say(f"speed: {number + 1} of {len(turns)} prompts")
+
+    def _answer(self, arm: Arm, one: Asked) -> Any:
+        own = dataclasses.replace(arm, settings=self._settings(arm, one))
+        return self._backend.answer(own, one.ids, self._seed(one))
+
+    def _timed(self, arm: Arm, one: Asked) -> dict[str, Any]:
+        answer = self._answer(arm, one)
+        logprob = answer.logprob_engine
+        if arm.hf:
+            logprob = self._backend.logprob(one.ids, answer.token_ids)
+        keep = ("layers", "target_calls", "draft_calls", "mean_distinct_width", "notes", "paths")
+        return {
+            "logprob": logprob, "tokens": answer.new_tokens, "seconds": answer.wall_s,
+            "correct": self._judge.of(one, answer.text, answer.finish_reason),
+            **{name: answer.stats.get(name) for name in keep},
+        }  # fmt: skip
+
+    @contextmanager
+    def _spared(self, name: str, arm: Arm) -> Iterator[None]:
+        """An arm that fails costs no other its turn: it is named, and not tried again."""
+        try:
+            yield
+        except (DsbdError, RuntimeError, ValueError) as error:
+            self._broken.add(arm.name)
+            self._say(f"{name}, {arm.name} FAILED: {type(error).__name__}: {error}")
+            self._results.parts.setdefault("failed", []).append([name, arm.name, str(error)])
 
     def _settings(self, arm: Arm, one: Asked) -> Settings:
         raw = bool(one.stop)
