@@ -62,7 +62,10 @@ def log(value: float) -> float:
 
 def logprob(law: PathLaw, path: Path) -> float:
     """l(path): never warped."""
-    return sum(log(float(law(path[:i])[path[i]])) for i in range(len(path)))
+    total = 0.0
+    for i, token in enumerate(path):  # `sum` rounds once from Python 3.12 on, and ties would break elsewhere
+        total += log(float(law(path[:i])[token]))
+    return total
 
 
 def p_beam(law: PathLaw, active: Sequence[Path], t: T) -> dict[Path, float]:

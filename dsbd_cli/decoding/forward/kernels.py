@@ -15,7 +15,7 @@ import platform
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import numpy as np
 import torch
@@ -90,13 +90,21 @@ class Int8Linear:
         kernels = c_kernels()
         if kernels is not None and self._bias is None:
             small, sizes = kernels.shrink(x)
-            out = torch.ops.quantized.linear_dynamic(small, self._packed, self._narrow)
-            return kernels.grow(out, sizes, add)
+            return kernels.grow(self._product(small), sizes, add)
         size = x.abs().amax(-1, keepdim=True).clamp_min(1e-9)
-        out = torch.ops.quantized.linear_dynamic(x / size, self._packed, self._narrow).mul_(size)
+        out = self._product(x / size).mul_(size)
         if self._bias is not None:
             out.add_(self._bias)
         return out if add is None else out.add_(add)
+
+    def _product(self, small: Tensor) -> Tensor:
+        """[..., in] of -1 to 1 times the weights, [..., out]: a token's row whoever shares the call."""
+        rows = small.reshape(-1, small.shape[-1])
+        # The call's scale follows its least and its largest value: a row with both ends makes it one for all.
+        ends = rows.new_zeros(1, rows.shape[1])
+        ends[0, 0], ends[0, -1] = 1.0, -1.0
+        out = torch.ops.quantized.linear_dynamic(torch.cat([rows, ends]), self._packed, self._narrow)
+        return cast(Tensor, out[:-1]).view(*small.shape[:-1], -1)
 
 
 def _prepacked(rows: Tensor) -> Any:

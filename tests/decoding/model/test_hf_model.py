@@ -276,6 +276,9 @@ def test_int8_products_are_close_and_their_own_tokens_matter_only_to_themselves(
     got = Int8Linear(layer.weight.detach(), layer.bias.detach())(x)
     scale = exact.abs().amax(1, keepdim=True)
     assert ((got - exact).abs() / scale).max() < 0.03
+    for bias in (layer.bias.detach(), None):
+        product = Int8Linear(layer.weight.detach(), bias)
+        assert torch.equal(product(x), torch.cat([product(one[None]) for one in x]))
     tree = HfTreeModel(rand(tmp_path, initializer_range=0.3), vocab_size=VOCAB, int8=True)
     tree.require_tree()
     assert not tree.notes
