@@ -89,9 +89,9 @@ def why_not_captured(model: Any) -> str | None:
 def fingerprint(model: Any) -> tuple[Any, ...]:
     """Changes whenever something changes that a prepared forward relies on.
 
-    Modules, their types, hooks, methods and numbers; the code they run; the config; addresses and versions of all weights,
-    and a sample of their values, for a write through `.data` leaves no other trace. A few milliseconds
-    for a model of hundreds of modules, and one copy to the host.
+    Modules, their types, hooks, methods and numbers; the code they run; the config; addresses and versions of all
+    weights, and a sample of their values, for a write through `.data` leaves no other trace. A few milliseconds for a
+    model of hundreds of modules, and one copy to the host.
     """
     modules: list[Any] = []
     for module in model.modules():
@@ -117,23 +117,16 @@ def fingerprint(model: Any) -> tuple[Any, ...]:
 
 
 def _code(model: Any) -> tuple[Any, ...]:
-    """Every function that a forward may run: of the classes, of the modules they stand in, of torch, of attention.
-
-    The functions themselves, not their addresses, which others may get once they are gone.
-    """
+    """Every function that a forward may run (not its address, which another may get once it is gone)."""
     kinds = dict.fromkeys(type(module) for module in model.modules())
     classes = dict.fromkeys(base for kind in kinds for base in kind.__mro__ if base is not object)
     sources = dict.fromkeys(sys.modules.get(kind.__module__) for kind in classes)
     spaces = [vars(place) for place in (*classes, *sources, nn.functional) if place is not None]
-    return (
-        tuple(value for space in spaces for value in list(space.values()) if callable(value)),
-        tuple(map(_attention, dict.fromkeys(_attention_names(model)))),
-    )
-
-
-def _attention_names(model: Any) -> list[str | None]:
-    configs = [getattr(module, "config", None) for module in model.modules()]
-    return [getattr(config, "_attn_implementation", None) for config in configs if config is not None]
+    names = [
+        getattr(getattr(module, "config", None), "_attn_implementation", None) for module in model.modules()
+    ]
+    functions = tuple(value for space in spaces for value in list(space.values()) if callable(value))
+    return functions, tuple(map(_attention, dict.fromkeys(names)))
 
 
 def _attention(name: str | None) -> Any:
