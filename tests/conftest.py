@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import signal
 from pathlib import Path
 
 import pytest
+import typer.main
 
 # Set before anything imports huggingface_hub, which reads it once.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -18,6 +20,9 @@ os.environ.setdefault("DSBD_PRICES", "off")
 # A suite started in the background inherits an ignored SIGINT, and hands it on to what it starts.
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# A program makes its commands once, from signatures, which takes longer than most runs here; so does a test process.
+typer.main.get_command = functools.cache(typer.main.get_command)
 
 
 # What takes long, as measured (`scripts/slow_tests.py`): left out by `make quick`.

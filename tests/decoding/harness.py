@@ -50,6 +50,7 @@ class Toy:
     prices: Prices | None = None
     prompt: Sequence[int] = ()
     _models: list[TableModel] = field(default_factory=list)
+    _scores: dict[Path, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._models = [TableModel(self.target)]
@@ -83,8 +84,11 @@ class Toy:
         node = trie.root
         for token in path:
             parent, node = node, trie.child(node, token)
-            row = self._models[0].row(parent, 0)
-            node.score = parent.score + float(row.logps[list(row.tokens).index(token)])
+            key = path[: node.depth]
+            if key not in self._scores:
+                row = self._models[0].row(parent, 0)
+                self._scores[key] = parent.score + float(row.logps[list(row.tokens).index(token)])
+            node.score = self._scores[key]
         return node
 
     def events(self, sampler: Sampler, draft_sampler: Sampler) -> tuple[Run, Iterator[Layer | Iteration]]:
@@ -112,6 +116,7 @@ class Toy:
         """The exact law of whole runs, composed of steps from state to state, each enumerated once."""
         steps: dict[State, dict[tuple[Any, State, bool], float]] = {}
         open_: dict[tuple[tuple[frozenset[Path], ...], State], float] = {((), State()): 1.0}
+        ends: dict[State, Outcome] = {}
         done: dict[Outcome, float] = defaultdict(float)
         while open_:
             (history, state), mass = open_.popitem()
@@ -120,7 +125,9 @@ class Toy:
             for (layers, following, stopped), share in steps[state].items():
                 longer = history + layers
                 if stopped:
-                    done[outcome_of(self.at(following), longer)] += mass * share
+                    if following not in ends:
+                        ends[following] = outcome_of(self.at(following), ())
+                    done[ends[following]._replace(layers=longer)] += mass * share
                 else:
                     key = (longer, following)
                     open_[key] = open_.get(key, 0.0) + mass * share

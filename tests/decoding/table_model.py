@@ -80,6 +80,7 @@ class TableModel:
         self._known: set[Node] = set()  # `joint` may be asked
         self._held: set[Node] = set()  # in the cache
         self._joints: dict[tuple[object, ...], Support] = {}
+        self._rows: dict[tuple[Path, int], Row] = {}
 
     def reads(self, node: Node) -> bool:
         return True
@@ -113,11 +114,15 @@ class TableModel:
 
     def row(self, node: Node, size: int) -> Row:
         """The `size` best entries (0: all), best first, ties to the lower id."""
-        # The reference's own logarithm: numpy's differs by a bit on some processors, and ties would break elsewhere.
-        shares = self.law(tuple(node.tokens())).tolist()
-        logps = np.array([math.log(share) if share > 0 else -math.inf for share in shares])
-        order = np.lexsort((np.arange(len(logps)), -logps))[: size or None]
-        return Row(order.astype(np.int64), logps[order])
+        path = tuple(node.tokens())
+        if (path, size) not in self._rows:
+            # The reference's own logarithm: numpy's differs by a bit on some processors, and ties would break elsewhere.
+            logps = np.array([math.log(share) if share > 0 else -math.inf for share in self.law(path).tolist()])
+            order = np.lexsort((np.arange(len(logps)), -logps))[: size or None]
+            row = Row(order.astype(np.int64), logps[order])
+            row.tokens.flags.writeable = row.logps.flags.writeable = False  # many runs read it
+            self._rows[path, size] = row
+        return self._rows[path, size]
 
     def joint(self, parents: Sequence[Node], scores: Sequence[float], processor: LogitsProcessor) -> Support:
         assert all(node in self._known for node in parents), "the law of an unknown node was asked"

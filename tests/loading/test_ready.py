@@ -184,6 +184,7 @@ def _other_code(spec: PairSpec, patch: pytest.MonkeyPatch) -> None:
 
 def _other_version(spec: PairSpec, patch: pytest.MonkeyPatch) -> None:
     patch.setattr("importlib.metadata.version", lambda name: "0.0")
+    patch.setattr(key, "versions", key.versions.__wrapped__)  # not what this process found before
 
 
 CHANGES = [

@@ -54,12 +54,17 @@ def key_of(spec: PairSpec, want_draft: bool, sources: list[Source], cache: Path)
 def circumstances() -> dict[str, Any]:
     """What both a verdict and packed weights depend on, beside the files."""
     return {
-        "versions": {"dsbd": __version__, "python": platform.python_version()}
-        | {name: importlib.metadata.version(name) for name in _PACKAGES},
+        "versions": {"dsbd": __version__, "python": platform.python_version()} | versions(),
         "processor": hashlib.sha256(processor.description().encode()).hexdigest()[:16],
         "compiled": processor.compiler() if processor.can_compile() else None,
         "code": code_sum(),
     }
+
+
+@functools.cache
+def versions() -> dict[str, str]:
+    """Once a process: finding a version parses its package's whole description, and a start asks three times."""
+    return {name: importlib.metadata.version(name) for name in _PACKAGES}
 
 
 @functools.cache
