@@ -49,6 +49,15 @@ def asked(count: int) -> list[tuple[str, Settings]]:
     return [(f"prompt {i} {'xyz' * (i % 7)}", settings_of(i)) for i in range(count)]
 
 
+MIXED = asked(len(WAYS) * 3)
+
+
+@pytest.fixture(scope="module")
+def alone(decoder: Decoder) -> list[Any]:
+    """What each of `MIXED` gives by itself."""
+    return [told(decoder.generate(*one)) for one in MIXED]
+
+
 @pytest.fixture(scope="module")
 def decoder(tmp_path_factory: pytest.TempPathFactory) -> Decoder:
     base = tmp_path_factory.mktemp("pair")
@@ -74,16 +83,18 @@ def told(result: Any) -> Any:
 
 @pytest.mark.parametrize("size", [1, 3, 8])
 @pytest.mark.parametrize("device", [False, True])
-def test_every_prompt_gets_what_it_gets_alone(decoder: Decoder, size: int, device: bool) -> None:
+def test_every_prompt_gets_what_it_gets_alone(
+    decoder: Decoder, alone: list[Any], size: int, device: bool
+) -> None:
     """All methods and settings beside each other; prompts of several lengths join and leave all the time."""
-    mixed = asked(len(WAYS) * 3)
-    random.Random(size).shuffle(mixed)
+    order = list(range(len(MIXED)))
+    random.Random(size).shuffle(order)
     one = captured(decoder) if device else decoder
-    prompts, settings = zip(*mixed, strict=True)
+    prompts, settings = zip(*(MIXED[i] for i in order), strict=True)
     many = list(one.generate_many(prompts, settings, batch=size))
-    assert len(many) == len(mixed)
-    for (prompt, own), got in zip(mixed, many, strict=True):
-        assert told(got) == told(decoder.generate(prompt, own)), own
+    assert len(many) == len(MIXED)
+    for i, got in zip(order, many, strict=True):
+        assert told(got) == alone[i], MIXED[i][1]
 
 
 @pytest.mark.parametrize("way", [0, 1, 2, 4, 9])

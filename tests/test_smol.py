@@ -50,7 +50,7 @@ def test_a_sensible_answer(smol: Decoder) -> None:
 
 
 def test_cover_is_beam_sampling_token_for_token(smol: Decoder, prompts: list[list[int]]) -> None:
-    for seed, ids in enumerate(prompts):
+    for seed, ids in list(enumerate(prompts))[::2]:  # of all lengths
         settings = dataclasses.replace(FIXED, seed=seed, max_new_tokens=20)
         beam = smol.generate(ids, dataclasses.replace(settings, method="beam"))
         cover = smol.generate(ids, settings)
@@ -68,21 +68,20 @@ def test_default_rule_commits_enough_layers_a_call(smol: Decoder, prompts: list[
     assert layers / calls >= 1.7
 
 
-@pytest.mark.parametrize("method", ["beam", "dsbd"])
-def test_deterministic_is_hugging_face_beam_search(
-    smol: Decoder, prompts: list[list[int]], method: str
-) -> None:
+def test_deterministic_is_hugging_face_beam_search(smol: Decoder, prompts: list[list[int]]) -> None:
     model = smol.pair.target.model
-    for ids in prompts[:20]:
-        settings = Settings(method=method, deterministic=True, max_new_tokens=20)
-        result = smol.generate(ids, settings)
+    for ids in prompts[:20:2]:
+        beam, dsbd = (
+            smol.generate(ids, Settings(method=method, deterministic=True, max_new_tokens=20)).token_ids
+            for method in ("beam", "dsbd")
+        )
         answer = model.generate(
             torch.tensor([ids]), attention_mask=torch.ones(1, len(ids), dtype=torch.long),
             num_beams=4, do_sample=False, max_new_tokens=20, length_penalty=1.0, early_stopping=False,
             eos_token_id=list(smol.pair.eos_ids), pad_token_id=smol.pair.eos_ids[0], temperature=None,
             top_k=None, top_p=None,
         )  # fmt: skip
-        assert result.token_ids == answer[0, len(ids) :].tolist()
+        assert beam == dsbd == answer[0, len(ids) :].tolist()
 
 
 def test_beams_cost_little_more_memory_than_one(smol: Decoder) -> None:

@@ -201,7 +201,7 @@ def test_input_and_output_are_two_files(decoder: Decoder, tmp_path: Path) -> Non
 def test_cut_off_at_30_random_moments_it_resumes_to_the_same_bytes(
     folders: tuple[str, str], tmp_path: Path, world: int, kills: int
 ) -> None:
-    source = prompts(tmp_path, 60)
+    source = prompts(tmp_path, 30)
     results = tmp_path / "results"
     results.mkdir()
     command = [

@@ -12,7 +12,7 @@ from scipy import stats as theory
 from dsbd_cli.bench import stats
 from dsbd_cli.bench.stats import Estimate, mean, median, needed, paired_difference, paired_rate, rate, share
 
-SIZES = (3, 4, 5, 6, 8, 12, 25, 50, 100)
+SIZES = (3, 4, 6, 8, 25, 100)
 # An item's score in F1's manner: 0 and 1 are common, and anything between.
 GRADES = (0.0, 1.0)
 
@@ -119,17 +119,17 @@ INTERVALS = (tokens_per_second, speed_up, log_prob_per_token, share_of_drafts, y
 @pytest.mark.slow
 @pytest.mark.parametrize("draw", INTERVALS, ids=lambda draw: draw.__name__)
 def test_every_interval_covers_the_truth_in_93_to_97_of_100_samples(draw, n):
-    assert 93 <= coverage(draw, n, 2000, 11) <= 97
+    assert 93 <= coverage(draw, n, 4000, 11) <= 97
 
 
-@pytest.mark.parametrize("n", [6, 8, 12, 25, 50, 100])
+@pytest.mark.parametrize("n", [6, 12, 100])
 def test_disturbed_clocks_leave_the_coverage_as_it_is(n):
-    assert 93 <= coverage(heavy_tails, n, 2000, 12) <= 97
+    assert 93 <= coverage(heavy_tails, n, 4000, 12) <= 97
 
 
-@pytest.mark.parametrize("n", [12, 15, 25, 50, 100])
+@pytest.mark.parametrize("n", [12, 25, 100])
 def test_differences_of_f1_cover_the_truth_where_they_have_an_interval(n):
-    assert 93 <= coverage(difference_of_graded, n, 2000, 11) <= 97
+    assert 93 <= coverage(difference_of_graded, n, 3000, 11) <= 97
 
 
 @pytest.mark.parametrize("n", [3, 11])

@@ -77,6 +77,26 @@ def no_network(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         yield
 
 
+@pytest.fixture(scope="module")
+def loaded_once() -> Iterator[None]:
+    """For tests of what is decoded, not of loading: files that have not changed are read once."""
+    import dsbd_cli.loading
+    from dsbd_cli.loading.stamp import stamps
+
+    real, pairs = dsbd_cli.loading.load_pair, {}
+
+    def load_pair(spec: Any, *, need_draft: bool = True, **_: Any) -> Any:
+        found = stamps(spec, need_draft=need_draft and spec.draft is not None)
+        key = json.dumps([need_draft, found], sort_keys=True)
+        if key not in pairs:
+            pairs[key] = real(spec, need_draft=need_draft)
+        return pairs[key]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dsbd_cli.loading, "load_pair", load_pair)
+        yield
+
+
 @pytest.fixture
 def dsbd(capsysbinary: pytest.CaptureFixture[bytes], monkeypatch: pytest.MonkeyPatch) -> Call:
     """Run a command line: `dsbd("generate", "hi", "--target", folder)`."""

@@ -46,7 +46,7 @@ def four_letters(folder: Path, rows: np.ndarray) -> str:
     ids=lambda given: "-".join(str(given[name]) for name in ("method", "tree", "verify") if name in given),
 )  # fmt: skip
 def test_two_tokens_follow_the_targets_law(given: dict[str, Any], draft: str, tmp_path: Path) -> None:
-    rng, runs = np.random.default_rng(4), 1200
+    rng, runs = np.random.default_rng(4), 600
     p = rng.dirichlet(np.full(4, 0.7), size=4)
     q = 0.9 * p + 0.1 * rng.dirichlet(np.ones(4), size=4) if draft == "good" else p[:, ::-1].copy()
     decoder = Decoder.from_pair(four_letters(tmp_path / "t", p), four_letters(tmp_path / "d", q))
@@ -101,9 +101,9 @@ def test_padded_heads_of_different_size(
     dsbd: Call, models: Models, way: str, rows: int, draft_rows: int
 ) -> None:
     command = pair(models("rand", vocab=rows), models("rand", vocab=draft_rows, seed=1))
-    for seed in range(4):
+    for seed in range(2):  # of random weights every fifth token would be one of 61 rows that are no token
         ran = dsbd("generate", "hi", *command, *WAYS[way], "--temperature", "1", "--top-k", "0", "--top-p", "1",
-                   "--max-new-tokens", "60", "--seed", str(seed), "--json")  # fmt: skip
+                   "--max-new-tokens", "30", "--seed", str(seed), "--json")  # fmt: skip
         assert ran.code == 0, ran.err
         ids = ran.json["token_ids"]
         assert ids
@@ -117,11 +117,11 @@ def test_a_window_is_crossed_or_refused_by_name(dsbd: Call, models: Models, way:
     target, draft = models("rand", "mistral", **options), models("rand", "mistral", seed=1, **options)
     prompt = "abcdefghij" * 4
     ran = dsbd("generate", prompt[:letters], *pair(target, draft), *WAYS[way], "--temperature", "0",
-               "--max-new-tokens", "60", "--json")  # fmt: skip
+               "--max-new-tokens", "30", "--json")  # fmt: skip
     assert ran.code == 0, ran.err
     model = AutoModelForCausalLM.from_pretrained(target)
     ids = torch.tensor([builders_ids(prompt[:letters])])
-    plain = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=60)
+    plain = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=30)
     assert ran.json["token_ids"] == plain[0, ids.shape[1] :].tolist()
 
 

@@ -116,8 +116,11 @@ class TableModel:
         """The `size` best entries (0: all), best first, ties to the lower id."""
         path = tuple(node.tokens())
         if (path, size) not in self._rows:
-            # The reference's own logarithm: numpy's differs by a bit on some processors, and ties would break elsewhere.
-            logps = np.array([math.log(share) if share > 0 else -math.inf for share in self.law(path).tolist()])
+            # The reference's own logarithm: numpy's differs by a bit on some processors, and ties would
+            # break elsewhere.
+            logps = np.array(
+                [math.log(share) if share > 0 else -math.inf for share in self.law(path).tolist()]
+            )
             order = np.lexsort((np.arange(len(logps)), -logps))[: size or None]
             row = Row(order.astype(np.int64), logps[order])
             row.tokens.flags.writeable = row.logps.flags.writeable = False  # many runs read it

@@ -35,6 +35,7 @@ PROCESSORS = [
     LogitsProcessor(1.0, 5, 0.0),
 ]
 VOCAB, EOS = 60, [7, 11]
+SEED = 1  # with which few cases reach all that has to be reached
 
 
 def packed_rows(rng: np.random.Generator, count: int, top_n: int) -> torch.Tensor:
@@ -237,7 +238,7 @@ def test_the_paper_s_width_and_one_kept_beam(law, gamma, rule, one_beam):
 
 def compare_with_numpy(law, gamma, distinct, rule, processor, one_beam):
     law, device = law
-    rng = np.random.default_rng(gamma)
+    rng = np.random.default_rng([gamma, SEED])
     layout = CoverLayout.of(requests=2, width=3, draft_width=6 if gamma else 0, gamma=gamma)
     top_n = max(1, processor.top_n)
     eos, deep = torch.tensor(EOS, device=device), 0
