@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import signal
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -33,6 +34,21 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.nodeid.partition("[")[0] in _SLOW:
             item.add_marker(pytest.mark.slow)
+
+
+@pytest.fixture(scope="session")
+def new_cache(tmp_path_factory: pytest.TempPathFactory) -> Callable[[], Path]:
+    """Makes cache folders that are empty but for compiled C, which a run of the tests builds once: it takes seconds."""
+    base = tmp_path_factory.getbasetemp()
+    compiled = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "native"
+    compiled.mkdir(exist_ok=True)
+
+    def make() -> Path:
+        folder = tmp_path_factory.mktemp("cache")
+        (folder / "native").symlink_to(compiled, target_is_directory=True)
+        return folder
+
+    return make
 
 
 @pytest.fixture(scope="session")

@@ -42,8 +42,8 @@ def pair(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def env(tmp_path_factory):
-    return os.environ | {"DSBD_CACHE": str(tmp_path_factory.mktemp("cache")), "OMP_NUM_THREADS": "1"}
+def env(new_cache):
+    return os.environ | {"DSBD_CACHE": str(new_cache()), "OMP_NUM_THREADS": "1"}
 
 
 def call(arguments, env, **more):

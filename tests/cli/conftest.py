@@ -69,11 +69,11 @@ Call = Callable[..., Ran]
 
 
 @pytest.fixture(scope="module", autouse=True)
-def no_network(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+def no_network(new_cache: Callable[[], Path]) -> Iterator[None]:
     """Local folders are all that these tests may touch; a look-up on the hub would fail them."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("HF_HUB_OFFLINE", "1")
-        patch.setenv("DSBD_CACHE", str(tmp_path_factory.mktemp("cache")))
+        patch.setenv("DSBD_CACHE", str(new_cache()))
         yield
 
 

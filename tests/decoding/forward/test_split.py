@@ -7,6 +7,7 @@ import os
 import socket
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -75,7 +76,9 @@ def asked(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def held(asked: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+def held(
+    asked: dict[str, Any], tmp_path_factory: pytest.TempPathFactory, new_cache: Callable[[], Path]
+) -> list[dict[str, Any]]:
     """What each of two processes found."""
     folder = tmp_path_factory.mktemp("answers")
     (folder / "asked").write_text(json.dumps(asked))
@@ -90,7 +93,7 @@ def held(asked: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> lis
         str(folder / "out"),
     ]
     shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1",
-              "PYTHONPATH": str(ROOT), "DSBD_CACHE": str(folder / "cache")}  # fmt: skip
+              "PYTHONPATH": str(ROOT), "DSBD_CACHE": str(new_cache())}  # fmt: skip
     running = [
         subprocess.Popen(command, env=os.environ | shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
                          cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
