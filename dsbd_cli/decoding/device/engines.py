@@ -109,7 +109,8 @@ class Engines:
             return None, "a context is shorter than the positions that a capture runs through"
         ours, theirs = target.side(), None if draft is None else draft.side()
         greedy, support, distinct = demand.processor.greedy, demand.processor.top_n, demand.distinct
-        sizes = 1, demand.width, draft_width, gamma, _kept(demand, eos, ours.top_n), _drawn(demand, theirs)
+        layers = _kept(demand, eos, ours.top_n), _drawn(demand, theirs), _recalled(demand, ours)
+        sizes = 1, demand.width, draft_width, gamma, *layers
         layout = CoverLayout.of(*sizes)
 
         def make() -> CoverIteration:
@@ -153,7 +154,7 @@ class Engines:
         limits = [model.max_positions for model in models if model is not None and model.max_positions]
         if min(limits, default=demand.gamma + 2) < demand.gamma + 2:
             return None
-        layers = _kept(demand, eos, ours.top_n), _drawn(demand, theirs)
+        layers = _kept(demand, eos, ours.top_n), _drawn(demand, theirs), _recalled(demand, ours)
         sizes = lanes, demand.width, demand.draft_width, demand.gamma, *layers
         layout = CoverLayout.of(*sizes)
         law = next(
@@ -260,6 +261,11 @@ def _drawn(demand: Demand, draft: Side | None) -> int:
     if demand.draft_processor is None or draft is None:
         return 0
     return min(demand.draft_processor.top_n, draft.top_n)
+
+
+def _recalled(demand: Demand, target: Side) -> int:
+    """Entries of the target's rows that the next forest is drafted from; 0 where it is the draft's alone."""
+    return target.top_n if demand.recalls and demand.gamma else 0
 
 
 def _why_not(target: HfTreeModel, draft: HfTreeModel | None, demand: Demand) -> str | None:
