@@ -3,6 +3,7 @@
 One `Engines` belongs to a `Decoder`: it keeps the captured iterations from prompt to prompt (they are
 dear) and remembers what could not be captured. Environment read here: DSBD_NATIVE=0 keeps Triton out,
 TRITON_INTERPRET=1 lets its interpreter run the kernels on a CPU (tests).
+One module, since what is chosen, why nothing else is, and what is kept of it are one answer.
 """
 
 from __future__ import annotations
@@ -109,8 +110,7 @@ class Engines:
             return None, "a context is shorter than the positions that a capture runs through"
         ours, theirs = target.side(), None if draft is None else draft.side()
         greedy, support, distinct = demand.processor.greedy, demand.processor.top_n, demand.distinct
-        layers = _kept(demand, eos, ours.top_n), _drawn(demand, theirs), _recalled(demand, ours)
-        sizes = 1, demand.width, draft_width, gamma, *layers
+        sizes = 1, demand.width, draft_width, gamma, *_layers(demand, eos, ours, theirs)
         layout = CoverLayout.of(*sizes)
 
         def make() -> CoverIteration:
@@ -154,8 +154,7 @@ class Engines:
         limits = [model.max_positions for model in models if model is not None and model.max_positions]
         if min(limits, default=demand.gamma + 2) < demand.gamma + 2:
             return None
-        layers = _kept(demand, eos, ours.top_n), _drawn(demand, theirs), _recalled(demand, ours)
-        sizes = lanes, demand.width, demand.draft_width, demand.gamma, *layers
+        sizes = lanes, demand.width, demand.draft_width, demand.gamma, *_layers(demand, eos, ours, theirs)
         layout = CoverLayout.of(*sizes)
         law = next(
             law
@@ -249,6 +248,12 @@ class Engines:
         return found  # type: ignore[no-any-return]
 
 
+def _layers(demand: Demand, eos: tuple[int, ...], target: Side, draft: Side | None) -> tuple[int, int, int]:
+    """What layers are made of: `kept`, `drawn` and `recalled` of `CoverLayout`."""
+    recalled = target.top_n if demand.recalls and demand.gamma else 0
+    return _kept(demand, eos, target.top_n), _drawn(demand, draft), recalled
+
+
 def _kept(demand: Demand, eos: tuple[int, ...], top_n: int) -> int:
     """Candidates of a layer of beam search, of which there are at most W x top_n; 0 where layers are drawn."""
     if not demand.search:
@@ -261,11 +266,6 @@ def _drawn(demand: Demand, draft: Side | None) -> int:
     if demand.draft_processor is None or draft is None:
         return 0
     return min(demand.draft_processor.top_n, draft.top_n)
-
-
-def _recalled(demand: Demand, target: Side) -> int:
-    """Entries of the target's rows that the next forest is drafted from; 0 where it is the draft's alone."""
-    return target.top_n if demand.recalls and demand.gamma else 0
 
 
 def _why_not(target: HfTreeModel, draft: HfTreeModel | None, demand: Demand) -> str | None:

@@ -2,6 +2,7 @@
 
 Every block is int64 with one row a request; a field is a range of columns, floats by their bits. The
 host (numpy), the torch law (views) and the Triton kernels (`start` as a constant) all use these fields.
+One module, since every block of an iteration is made of the same few sizes.
 """
 
 from __future__ import annotations
