@@ -7,6 +7,7 @@ sliding window.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 # Families whose position bias is computed from cache order, whatever their config says.
@@ -102,7 +103,7 @@ def head_rows(model: Any) -> int | None:
     head = model.get_output_embeddings()
     weight = getattr(head, "weight", None)
     # (A quantized layer's `weight` is a method.)
-    shape = getattr(weight, "shape", ())
+    shape: Sequence[int] = getattr(weight, "shape", ())
     return int(shape[0]) if len(shape) == 2 else None
 
 

@@ -9,12 +9,12 @@ from dsbd_cli.batch.items import item_seed
 from dsbd_cli.decoder import Decoder
 from dsbd_cli.decoding import Event, Finished, Iteration
 from dsbd_cli.errors import UserError
-from dsbd_cli.prices import Acceptance, Prices, distinct_beams
+from dsbd_cli.prices import Acceptance, Prices
 from dsbd_cli.prompts import Prompt
 from dsbd_cli.result import Result
 from dsbd_cli.settings import ONE_BEAM_METHODS, Settings
 from dsbd_cli.tune.counts import Counts
-from dsbd_cli.tune.search import DRAFT_WIDTHS, GAMMAS, Answer, Seen
+from dsbd_cli.tune.search import DRAFT_WIDTHS, GAMMAS, Answer, Seen, beams_of
 
 _DEPTH, _WIDTH = max(GAMMAS), max(DRAFT_WIDTHS)
 
@@ -47,11 +47,12 @@ class PairBench:
         drawn = settings.method == "speculative" or (
             settings.verify != "cover" and not settings.deterministic
         )
-        beams = distinct_beams(width, without_replacement=settings.deterministic)
         # A dynamic width's law depends on its layer: that is left as it is.
         fixed = settings.threshold is None or settings.min_width == settings.width
         most = settings.draft_width if width == 1 or not fixed else max(_WIDTH, settings.draft_width)
-        first = Acceptance.assumed(beams, _DEPTH, 1 if width == 1 else most, least=width if drawn else 1)
+        first = Acceptance.assumed(
+            beams_of(settings), _DEPTH, 1 if width == 1 else most, least=width if drawn else 1
+        )
         counts = Counts(first, drawn=drawn)
         wide = settings.merged({"gamma": _DEPTH, "draft_width": most, "forest": "full"})
         results = []

@@ -107,6 +107,13 @@ def drafting(settings: Settings) -> bool:
     return settings.method in ("dsbd", "speculative")
 
 
+def beams_of(settings: Settings) -> float:
+    """How many distinct beams a layer of these settings leaves, about."""
+    width = 1 if settings.method in ONE_BEAM_METHODS else settings.width
+    apart = settings.deterministic or settings.draws == "distinct"
+    return distinct_beams(width, without_replacement=apart)
+
+
 def candidates(settings: Settings, loss: float) -> list[Settings]:
     """What may be as good as `settings`: forests of every size and none; with `loss` narrower layers too."""
     variants = [settings]
@@ -141,9 +148,7 @@ def predict(settings: Settings, prices: Prices, seen: Seen) -> float:
 
     An adaptive forest is predicted at its best size within its limits.
     """
-    width = 1 if settings.method in ONE_BEAM_METHODS else settings.width
-    beams = distinct_beams(width, without_replacement=settings.deterministic)
-    known = seen.acceptance.for_beams(beams)
+    known = seen.acceptance.for_beams(beams_of(settings))
     shape = Shape(0, 1)
     if drafting(settings):
         shape = Shape(min(settings.gamma, len(known.passes)), settings.draft_width)

@@ -79,15 +79,29 @@ def test_the_best_is_found_within_five_percent(machine: str, right: float, quick
 
 
 def test_the_law_stays_where_nothing_may_be_lost() -> None:
-    for given in ({}, {"verify": "paper"}, {"threshold": 0.9}, {"width": 6}):
+    for given in ({}, {"verify": "paper"}, {"threshold": 0.9}, {"width": 6}, {"draws": "distinct"}):
         base = Settings(**given)  # type: ignore[arg-type]
         for one in candidates(base, 0.0):
-            same = ("width", "threshold", "min_width", "temperature", "top_k", "top_p")
+            same = ("width", "draws", "threshold", "min_width", "temperature", "top_k", "top_p")
             assert all(getattr(one, name) == getattr(base, name) for name in same)
             assert one.method == "dsbd" or base.threshold is None
             assert one.verify == base.verify
             # What a dynamic width draws depends on the forest's width.
             assert base.threshold is None or one.draft_width == base.draft_width
+
+
+def test_distinct_draws_are_as_many_beams_as_they_are() -> None:
+    """Four of them hold four beams, independent ones 1.8: forests pass less often, whatever was seen before."""
+    seen = Seen(pair(1.0), 50.0, 30.0)
+    rates = {
+        name: predict(Settings(forest="full", **given), CARD, seen)
+        for name, given in (
+            ("iid", {}),
+            ("distinct", {"draws": "distinct"}),
+            ("search", {"deterministic": True}),
+        )
+    }
+    assert rates["distinct"] == rates["search"] < rates["iid"]
 
 
 def test_narrower_layers_win_only_within_the_loss() -> None:

@@ -3,6 +3,7 @@
 One `Engines` belongs to a `Decoder`: it keeps the captured iterations from prompt to prompt (they are
 dear) and remembers what could not be captured. Environment read here: DSBD_NATIVE=0 keeps Triton out,
 TRITON_INTERPRET=1 lets its interpreter run the kernels on a CPU (tests).
+One module, since what is chosen, why nothing else is, and what is kept of it are one answer.
 """
 
 from __future__ import annotations
@@ -109,7 +110,7 @@ class Engines:
             return None, "a context is shorter than the positions that a capture runs through"
         ours, theirs = target.side(), None if draft is None else draft.side()
         greedy, support, distinct = demand.processor.greedy, demand.processor.top_n, demand.distinct
-        sizes = 1, demand.width, draft_width, gamma, _kept(demand, eos, ours.top_n), _drawn(demand, theirs)
+        sizes = 1, demand.width, draft_width, gamma, *_layers(demand, eos, ours, theirs)
         layout = CoverLayout.of(*sizes)
 
         def make() -> CoverIteration:
@@ -153,8 +154,7 @@ class Engines:
         limits = [model.max_positions for model in models if model is not None and model.max_positions]
         if min(limits, default=demand.gamma + 2) < demand.gamma + 2:
             return None
-        layers = _kept(demand, eos, ours.top_n), _drawn(demand, theirs)
-        sizes = lanes, demand.width, demand.draft_width, demand.gamma, *layers
+        sizes = lanes, demand.width, demand.draft_width, demand.gamma, *_layers(demand, eos, ours, theirs)
         layout = CoverLayout.of(*sizes)
         law = next(
             law
@@ -246,6 +246,12 @@ class Engines:
             del self._iterations[next(iter(self._iterations))]
         self._iterations[key] = found  # the last one used comes last
         return found  # type: ignore[no-any-return]
+
+
+def _layers(demand: Demand, eos: tuple[int, ...], target: Side, draft: Side | None) -> tuple[int, int, int]:
+    """What layers are made of: `kept`, `drawn` and `recalled` of `CoverLayout`."""
+    recalled = target.top_n if demand.recalls and demand.gamma else 0
+    return _kept(demand, eos, target.top_n), _drawn(demand, draft), recalled
 
 
 def _kept(demand: Demand, eos: tuple[int, ...], top_n: int) -> int:

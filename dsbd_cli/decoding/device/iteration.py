@@ -148,9 +148,11 @@ class CoverIteration:
         self._eos = torch.tensor(eos_ids, dtype=torch.long, device=device)
         # Two in flight: one that the host waits for and the one behind it.
         self.captures = Captures(device, clock, turns=2)
-        # Where an iteration finds its beams, and where it leaves the next ones.
-        size = layout.requests, layout.state_size
-        self._state, self._after = torch.zeros((2, *size), dtype=torch.long, device=device)
+        # Where an iteration finds its beams and what the one before it knew, and where it leaves the next ones.
+        size = layout.requests, layout.state_size + layout.memory_size
+        self._before, self._behind = torch.zeros((2, *size), dtype=torch.long, device=device)
+        self._state, self._memory = self._before.split([layout.state_size, layout.memory_size], 1)
+        self._after, self._left = self._behind.split([layout.state_size, layout.memory_size], 1)
         self._state[:, layout.state.position.at] = 1  # a capture runs from here: no position is before 0
         self._nobody = self._empty()
         self._everyone = np.arange(layout.draft_width)
@@ -176,7 +178,7 @@ class CoverIteration:
         Raises:
             CannotCapture, OutOfMemory: it is not in flight.
         """
-        self._state.copy_(self._after)
+        self._before.copy_(self._behind)
         key = self._key([request.space for request in sent if request is not None])
         return self.captures.launch(key, self._packed(sent), lambda block: self._steps(block, *key))
 
@@ -348,10 +350,15 @@ class CoverIteration:
         logits = forward_many(
             self.target, nodes, sent.begin.of(request)[:, 0], sent.used.of(request)[:, 0], sees
         )
+        best = self.law.pack(self.target, logits)
         self.law.verify(
-            self.law.pack(self.target, logits), state, self._after, request, outcome, layout, self._eos,
-            self._greedy, self._support, self._distinct,
+            best, state, self._after, request, outcome, layout, self._eos, self._greedy, self._support,
+            self._distinct,
         )  # fmt: skip
+        if layout.recalled:
+            self._left[:, : layout.rows.start] = outcome[:, : layout.rows.start]
+            rows = layout.rows.of(self._left).view(torch.float32)
+            rows[:, : layout.row_count] = best.view(layout.requests, -1)
         return [outcome]
 
     def _draft_forest(
@@ -372,8 +379,10 @@ class CoverIteration:
         logits = forward_many(draft, nodes, begin, used, sees).unflatten(0, (requests, 2 * width))
         best = law.pack(draft, logits[:, width:].flatten(0, 1))
         scores, base = layout.state.score.of(state, torch.float64), rows[:, width:]
-        forest = layout.forest
+        forest, known = layout.forest, layout.state.known.of(state)
         for depth in range(layout.gamma):
+            if layout.recalled:
+                known = law.recall(best, known, depth, layout, outcome, self._memory)
             if layout.drawn:
                 law.draw(
                     best, scores, depth, layout, request, outcome, self._eos, self._greedy, self._support

@@ -47,6 +47,21 @@ class DeviceLaw(Protocol):
             request: int64 [R, size], T and the uniforms; the others as for `draft` and `verify`.
         """
 
+    def recall(
+        self, best: Tensor, known: Tensor, depth: int, layout: CoverLayout, outcome: Tensor, memory: Tensor
+    ) -> Tensor:
+        """Below nodes that the target computed in the iteration before, its own best entries for the draft's.
+
+        Args:
+            best: float32 [R x P, 2 k + 1], packed draft logits of the P parents of layer `depth`; written to.
+            known: int64 [R, P'], of the parents of the layer above what this returned; of depth 0 `state.known`.
+            outcome: int64 [R, size], with the forest's layers above.
+            memory: int64 [R, memory size], of the iteration before.
+
+        Returns:
+            int64 [R, P]: the parents' places among the nodes of the iteration before, counted from 1; 0 for none.
+        """
+
     def forest_masks(
         self, masks: TreeMasks, base: Tensor, parent: Tensor | None, slots: Tensor, rows: Tensor
     ) -> Tensor:

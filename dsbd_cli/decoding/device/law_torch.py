@@ -281,6 +281,31 @@ class TorchLaw:
             fields.draws.of(outcome)[0, depth] = layer.draws
         fields.finite.of(outcome)[0, depth, : len(finite)] = finite.long()
 
+    def recall(
+        self, best: Tensor, known: Tensor, depth: int, layout: CoverLayout, outcome: Tensor, memory: Tensor
+    ) -> Tensor:
+        forest, width, draft_width = layout.forest, layout.width, layout.draft_width
+        count, most = best.shape[1] // 2, layout.recalled
+        if depth:
+            layer = torch.arange(layout.gamma, device=best.device)[:, None]
+            before = torch.where(layer > 0, width + (layer - 1) * draft_width, 0)
+            above = (forest.parent.of(memory) + before + 1).flatten(1)
+            there = torch.isfinite(forest.weight.of(memory, torch.float64)).flatten(1)
+            up = known.gather(1, forest.parent.of(outcome)[:, depth - 1])[:, :, None]
+            token = forest.token.of(outcome)[:, depth - 1, :, None]
+            same = (up > 0) & (up == above[:, None]) & (token == forest.token.of(memory).flatten(1)[:, None])
+            same &= there[:, None]
+            known = torch.where(same.any(2), width + 1 + same.int().argmax(2), 0)
+        rows = layout.rows.of(memory).view(torch.float32)[:, : layout.row_count]
+        rows = rows.unflatten(1, (layout.nodes, -1))
+        own = rows.gather(1, (known - 1).clamp(min=0)[:, :, None].expand(-1, -1, rows.shape[2])).flatten(0, 1)
+        known = torch.where(own[:, -1].view(known.shape) > 0, known, 0)
+        there, few = known.flatten()[:, None] > 0, min(count, most)
+        logps = torch.nn.functional.pad(own[:, :few], (0, count - few), value=-torch.inf)
+        ids = torch.nn.functional.pad(own[:, most : most + few], (0, count - few))
+        best[:, :-1] = torch.where(there, torch.cat([logps, ids], 1), best[:, :-1])
+        return known
+
     def forest_masks(
         self, masks: TreeMasks, base: Tensor, parent: Tensor | None, slots: Tensor, rows: Tensor
     ) -> Tensor:
@@ -355,6 +380,7 @@ class TorchLaw:
         one_beam, more = sent.one_beam.of(request)[0] > 0, torch.zeros_like(going)
         count = torch.zeros(1, dtype=torch.long, device=device)
         token, node, weight_after = now.token.of(state)[0], at, score
+        known = torch.zeros_like(at)
         for depth in range(gamma + 1):
 
             def found(node: Tensor, token: Tensor, depth: int = depth) -> Tensor:
@@ -408,10 +434,12 @@ class TorchLaw:
             verified.logp.of(outcome, torch.float64)[0, depth] = shown[2]
             verified.finite.of(outcome)[0, depth] = best.finite[at].long()
             count = count + going
-            token, node, weight_after = (
+            token, node, weight_after, known = (
                 torch.where(going, one, other)
-                for one, other in ((new, token), (from_node, node), (weight, weight_after))
-            )
+                for one, other in (
+                    (new, token), (from_node, node), (weight, weight_after), (torch.where(held, place + 1, 0), known),
+                )
+            )  # fmt: skip
             live = torch.isfinite(weight)
             passed, alone = (held | ~live).all(), _only_best(weight)
             again = one_beam & going & ~more & ~passed & (held & torch.isfinite(alone)).any()
@@ -423,6 +451,7 @@ class TorchLaw:
         now.score.of(after, torch.float64)[0] = weight_after
         now.row.of(after)[0] = sent.target_rows.of(request)[0][node]
         now.first.of(after)[0] = (node[:, None] == node).int().argmax(1)
+        now.known.of(after)[0] = known
         now.position.of(after)[0] = position + count
         if not gamma:
             return

@@ -267,6 +267,47 @@ def _draw(
     tl.store(out + FINITE + depth * FINITE_WIDTH + i, finite.to(tl.int64), mask=real)
 
 
+@triton.jit(do_not_specialize=["known_stride", "outcome_stride", "memory_stride", "parent_count", "depth"])
+def _recall(
+    rows_ptr, known_ptr, known_stride, to_ptr, outcome_ptr, outcome_stride, memory_ptr, own_ptr, memory_stride,
+    parent_count, depth,
+    BEAM_COUNT: tl.constexpr, WIDTH: tl.constexpr, NODES: tl.constexpr, FOREST: tl.constexpr,
+    F_PARENT: tl.constexpr, F_TOKEN: tl.constexpr, F_WEIGHT: tl.constexpr, M_ROWS: tl.constexpr,
+    COUNT: tl.constexpr, OWN: tl.constexpr, FEW: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """`TorchLaw.recall` of one parent; `own_ptr` is the memory as float32, M_ROWS where its rows begin there."""
+    request, i = (tl.program_id(0) // parent_count).to(tl.int64), tl.program_id(0) % parent_count
+    known, out = known_ptr + request * known_stride, outcome_ptr + request * outcome_stride
+    memory = memory_ptr + request * memory_stride
+    if depth > 0:
+        here = (depth - 1) * WIDTH + i
+        up = tl.load(known + tl.load(out + F_PARENT + here))
+        token = tl.load(out + F_TOKEN + here)
+        f = tl.arange(0, FOREST)
+        there = f < NODES
+        layer = f // WIDTH
+        above = tl.load(memory + F_PARENT + f, mask=there, other=-1)
+        above += tl.where(layer > 0, BEAM_COUNT + (layer - 1) * WIDTH, 0) + 1
+        weight = tl.load(memory + F_WEIGHT + f, mask=there, other=0).to(tl.float64, bitcast=True)
+        same = there & (up > 0) & (above == up) & (weight > -float("inf"))
+        same = same & (tl.load(memory + F_TOKEN + f, mask=there, other=-1) == token)
+        index = tl.min(tl.where(same, f, FOREST), 0)
+        place = tl.where(index < FOREST, BEAM_COUNT + 1 + index, 0).to(tl.int64)
+    else:
+        place = tl.load(known + i)
+    own = own_ptr + request * 2 * memory_stride + M_ROWS + tl.maximum(place - 1, 0) * (2 * OWN + 1)
+    finite = tl.load(own + 2 * OWN)
+    place = tl.where(finite > 0, place, 0)
+    tl.store(to_ptr + tl.program_id(0), place)
+    k = tl.arange(0, WIDE)
+    logp = tl.load(own + k, mask=k < FEW, other=-float("inf"))
+    ids = tl.load(own + OWN + k, mask=k < FEW, other=0.0)
+    to = rows_ptr + tl.program_id(0).to(tl.int64) * (2 * COUNT + 1)
+    own_rows = tl.where(k < COUNT, place, 0) > 0
+    tl.store(to + k, logp, mask=own_rows)
+    tl.store(to + COUNT + k, ids, mask=own_rows)
+
+
 @triton.jit(do_not_specialize=["base_stride", "parent_stride", "slot_stride", "row_stride", "nodes", "width"])
 def _forest_masks(
     table_ptr, out_ptr, base_ptr, base_stride, parents_ptr, parent_stride, slots_ptr, slot_stride,
@@ -330,8 +371,8 @@ def _verify(
     BEAM_COUNT: tl.constexpr, DRAFT_WIDTH: tl.constexpr, GAMMA: tl.constexpr, NODES: tl.constexpr,
     WINDOW: tl.constexpr, SUPPORT: tl.constexpr, DRAFT_COMPUTED: tl.constexpr,
     S_TOKEN: tl.constexpr, S_SCORE: tl.constexpr, S_ROW: tl.constexpr, S_DRAFT_ROW: tl.constexpr,
-    S_ABOVE: tl.constexpr, S_ABOVE_ROW: tl.constexpr, S_FIRST: tl.constexpr, S_MISSING: tl.constexpr,
-    S_POSITION: tl.constexpr,
+    S_ABOVE: tl.constexpr, S_ABOVE_ROW: tl.constexpr, S_FIRST: tl.constexpr, S_KNOWN: tl.constexpr,
+    S_MISSING: tl.constexpr, S_POSITION: tl.constexpr,
     R_ROWS: tl.constexpr, R_DRAFT_ROWS: tl.constexpr, R_ORIGIN: tl.constexpr, R_TEMPERATURE: tl.constexpr,
     R_TOP_P: tl.constexpr, R_MASS: tl.constexpr, R_MIN_WIDTH: tl.constexpr, R_SLACK: tl.constexpr,
     R_LAST: tl.constexpr, R_ONE_BEAM: tl.constexpr, R_UNIFORMS: tl.constexpr,
@@ -372,6 +413,7 @@ def _verify(
     out_token = tl.zeros([BEAMS], tl.int64)
     out_node = at
     out_score = score
+    out_known = at * 0
     for depth in range(GAMMA + 1):
         weight, logp, token, parent = _entries(best_ptr, at, real, score, COUNT, WIDE, BEAMS, KEPT > 0)
         weight, logp, token, parent = _heaviest(
@@ -486,6 +528,7 @@ def _verify(
         out_token = tl.where(going, new, out_token)
         out_node = tl.where(going, from_node, out_node)
         out_score = tl.where(going, after, out_score)
+        out_known = tl.where(going, tl.where(held, place + 1, 0), out_known)
         unknown = tl.sum((live & ~held).to(tl.int32), 0)
         best = tl.min(tl.where(after == tl.max(after, 0), d, BEAMS), 0)
         kept = tl.sum((live & held & (d == best)).to(tl.int32), 0) > 0
@@ -504,6 +547,7 @@ def _verify(
     tl.store(after_ptr + S_SCORE + d, out_score.to(tl.int64, bitcast=True), mask=real)
     tl.store(after_ptr + S_ROW + d, tl.load(sent + R_ROWS + out_node, mask=real), mask=real)
     tl.store(after_ptr + S_FIRST + d, first, mask=real)
+    tl.store(after_ptr + S_KNOWN + d, out_known, mask=real)
     tl.store(after_ptr + S_POSITION, position + count)
     if GAMMA > 0:
         is_beam = out_node < BEAM_COUNT
@@ -580,6 +624,22 @@ class TritonLaw:
             PARENTS=triton.next_power_of_2(parents), SIZE=max(2, triton.next_power_of_2(taken)),
             DRAWN=triton.next_power_of_2(layout.draft_width), num_warps=1,
         )  # fmt: skip
+
+    def recall(
+        self, best: Tensor, known: Tensor, depth: int, layout: CoverLayout, outcome: Tensor, memory: Tensor
+    ) -> Tensor:
+        count, forest, nodes = best.shape[1] // 2, layout.forest, layout.gamma * layout.draft_width
+        parents = best.shape[0] // layout.requests
+        found = known.new_empty((layout.requests, parents))
+        _recall[(best.shape[0],)](
+            best, known, known.stride(0), found, outcome, outcome.stride(0),
+            memory, memory.view(torch.float32), memory.stride(0), parents, depth,
+            BEAM_COUNT=layout.width, WIDTH=layout.draft_width, NODES=nodes, FOREST=triton.next_power_of_2(nodes),
+            F_PARENT=forest.parent.start, F_TOKEN=forest.token.start, F_WEIGHT=forest.weight.start,
+            M_ROWS=2 * layout.rows.start, COUNT=count, OWN=layout.recalled, FEW=min(count, layout.recalled),
+            WIDE=triton.next_power_of_2(count), num_warps=1,
+        )  # fmt: skip
+        return found
 
     def forest_masks(
         self, masks: TreeMasks, base: Tensor, parent: Tensor | None, slots: Tensor, rows: Tensor

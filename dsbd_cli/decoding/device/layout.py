@@ -2,6 +2,7 @@
 
 Every block is int64 with one row a request; a field is a range of columns, floats by their bits. The
 host (numpy), the torch law (views) and the Triton kernels (`start` as a constant) all use these fields.
+One module, since every block of an iteration is made of the same few sizes.
 """
 
 from __future__ import annotations
@@ -53,6 +54,7 @@ class StateFields(NamedTuple):
         draft_row: the parent's in the draft's tree, if the draft has computed it.
         above, above_row: the parent's token and the grandparent's mask row in the draft's tree, if not.
         first: the first beam with the same parent.
+        known: the place of each among the nodes of the iteration before, counted from 1; 0 where it was none of them.
         missing: [1], 1 if the draft has not computed the parents.
         position: [1], of the beams' tokens.
     """
@@ -64,6 +66,7 @@ class StateFields(NamedTuple):
     above: Field
     above_row: Field
     first: Field
+    known: Field
     missing: Field
     position: Field
 
@@ -178,9 +181,14 @@ class CoverLayout:
             probable continuations.
         numbers: random numbers that a layer has: W, and where a draw is tested one for that and one to draw with.
         nodes, draft_nodes: places that a request needs in either tree.
+        recalled: entries of a row of the target's logits that the next iteration may propose from; 0 where it
+            proposes by the draft alone.
         window: layers that uniforms are sent for: this iteration's and those of the one before it.
         state, request, forest, verified: the fields. outcome holds forest and verified.
+        rows: float32 by pairs, in a memory behind its forest: the target's packed best entries (`logits.pack`) of
+            all nodes, `row_count` numbers.
         state_size, request_size, outcome_size: columns of each block.
+        memory_size: of what an iteration leaves for the forest of the next: the forest's fields, then `rows`.
     """
 
     requests: int
@@ -192,24 +200,29 @@ class CoverLayout:
     numbers: int
     nodes: int
     draft_nodes: int
+    recalled: int
     window: int
     state: StateFields
     request: CoverRequestFields
     forest: ForestFields
     verified: VerifiedFields
+    rows: Field
+    row_count: int
     state_size: int
     request_size: int
     outcome_size: int
+    memory_size: int
 
     @classmethod
     def of(
-        cls, requests: int, width: int, draft_width: int, gamma: int, kept: int = 0, drawn: int = 0
-    ) -> CoverLayout:
+        cls, requests: int, width: int, draft_width: int, gamma: int, kept: int = 0, drawn: int = 0,
+        recalled: int = 0,
+    ) -> CoverLayout:  # fmt: skip
         nodes = width + gamma * draft_width
         draft_nodes = 2 * width + (gamma - 1) * draft_width if gamma else 0
         window, numbers = 2 * (gamma + 1), 2 if drawn else width
         state, request, outcome = _Fields(), _Fields(), _Fields()
-        state_fields = StateFields._make([*(state(width) for _ in range(7)), state(1), state(1)])
+        state_fields = StateFields._make([*(state(width) for _ in range(8)), state(1), state(1)])
         request_fields = CoverRequestFields._make(
             [request(nodes), request(nodes), request(draft_nodes), request(draft_nodes)]
             + [request(1) for _ in range(5)]
@@ -218,11 +231,15 @@ class CoverLayout:
             + [request(window, numbers), request(gamma if drawn else 0, draft_width)]
         )
         forest = _forest(outcome, width, draft_width, gamma, drawn or None)
+        memory, row_count = _Fields(), nodes * (2 * recalled + 1) if recalled else 0
+        memory(outcome.size if recalled else 0)
+        rows = memory((row_count + 1) // 2)
         widths = [kept or width] * 3 + [width]
         verified = VerifiedFields._make([*(outcome(gamma + 1, size) for size in widths), outcome(1)])
         return cls(
-            requests, width, draft_width, gamma, kept, drawn, numbers, nodes, draft_nodes, window,
-            state_fields, request_fields, forest, verified, state.size, request.size, outcome.size,
+            requests, width, draft_width, gamma, kept, drawn, numbers, nodes, draft_nodes, recalled, window,
+            state_fields, request_fields, forest, verified, rows, row_count, state.size, request.size, outcome.size,
+            memory.size,
         )  # fmt: skip
 
 

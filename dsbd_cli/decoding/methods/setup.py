@@ -179,6 +179,7 @@ def demand_of(settings: Settings, drafts: bool) -> Demand:
         draft_processor=None if takes_most_probable(settings) else draft_processor(settings),
         distinct=draws_distinct(settings),
         search=settings.deterministic,
+        recalls=not plain and forest_is_free(settings),
         why_not_pipelined=why_not_pipelined,
         why_not_captured=why_not_captured,
     )
@@ -204,7 +205,7 @@ def start(
         engine, captured: what `device.engines.Engines.choose` found for `demand_of` these settings, if anything.
         prices: what forests have to be worth on the host; None: all are full.
         prompt: token ids that `trie.root` stands for, for `lookup`.
-        draft_alone: propose by the draft alone, as a device does, also where the target's conditionals would serve.
+        draft_alone: propose by the draft alone, also where the target's conditionals would serve.
         unread: prompt tokens that the draft reads when it is first asked (`draft_can_wait`).
     """
     one_beam = settings.method in ONE_BEAM_METHODS

@@ -108,6 +108,7 @@ class Demand:
         draft_processor: T of the draft, or None: the forest holds its most probable continuations.
         distinct: the target's draws of a layer are distinct.
         search: a layer holds the best continuations (beam search), not draws.
+        recalls: a forest may hold what the target has said before: the text is the same whatever it holds.
         why_not_pipelined: why this method cannot run ahead of the host; empty where it can (`cover`, plain
             sampling and beam search).
         why_not_captured: why its forests cannot be drafted in a captured iteration; empty where they can.
@@ -120,6 +121,7 @@ class Demand:
     draft_processor: LogitsProcessor | None = None
     distinct: bool = False
     search: bool = False
+    recalls: bool = False
     why_not_pipelined: str = ""
     why_not_captured: str = ""
 

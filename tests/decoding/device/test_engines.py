@@ -88,8 +88,9 @@ def test_where_iterations_cannot_be_pipelined_the_host_verifies(pair, monkeypatc
     def cannot(self):
         raise engines.CannotCapture("no")
 
-    settings = settings_of("cover")
-    wanted = told(trees(pair, None), settings, 1)
+    settings, host = settings_of("cover"), trees(pair, None)
+    host.recalls = False  # no pipeline does
+    wanted = told(host, settings, 1)
     monkeypatch.setattr(CoverIteration, "prepare", cannot)
     models = trees(pair, True)
     for _ in range(2):

@@ -28,7 +28,8 @@ WIDTH, DRAFT_WIDTH, GAMMA = 3, 4, 2
 
 def made(models, law, requests, drafted):
     sides = [model.side() for model in models]
-    layout = CoverLayout.of(requests, WIDTH, DRAFT_WIDTH if drafted else 0, GAMMA if drafted else 0)
+    sizes = (DRAFT_WIDTH, GAMMA) if drafted else (0, 0)
+    layout = CoverLayout.of(requests, WIDTH, *sizes, recalled=sides[0].top_n if drafted else 0)
     draft = sides[1] if drafted else None
     return CoverIteration(sides[0], draft, law, layout, False, 8, EOS, torch.device("cpu"), OverlapClock())
 

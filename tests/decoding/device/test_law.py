@@ -146,7 +146,9 @@ class Given:
 def cover_by_numpy(
     rows, forest, uniforms, scores, processor, layout, distinct=False, rule=None, drafted=9, one_beam=False
 ):
-    """Layers of one request by `law.distribution` and the rule `cover`: parent, token, logp, node above; weights after.
+    """Layers of one request by `law.distribution` and the rule `cover`; weights after.
+
+    Of each draw: parent, token, logp, node above, and its own place in the forest from 1, 0 where it is not there.
 
     Args:
         drafted: how many layers of the forest the budget has room for.
@@ -186,7 +188,7 @@ def cover_by_numpy(
                     if same and alive[depth, i]:
                         held, place = True, width + depth * draft_width + i
                         break
-            layer.append((parent, token, support.logp[pick], above))
+            layer.append((parent, token, support.logp[pick], above, place + 1 if held else 0))
             holds.append(held)
             dead = token in EOS or (parent, token) in seen
             seen.add((parent, token))
@@ -304,7 +306,7 @@ def compare_with_numpy(law, gamma, distinct, rule, processor, one_beam):
             deep = max(deep, len(wanted))
             weights = wanted[-1][1]
             for depth, (layer, _) in enumerate(wanted):
-                parent, token, logp, above = zip(*layer, strict=True)
+                parent, token, logp, above, known = zip(*layer, strict=True)
                 n = len(parent)
                 widths.add(n)
                 assert verified.parent.of(outcome)[r, depth].tolist() == list(parent) + [-1] * (3 - n)
@@ -313,6 +315,7 @@ def compare_with_numpy(law, gamma, distinct, rule, processor, one_beam):
             now = layout.state
             assert torch.equal(now.row.of(after)[r, :n], request[r, sent.target_rows.at][list(above)])
             assert now.token.of(after)[r, :n].tolist() == list(token)
+            assert now.known.of(after)[r, :n].tolist() == list(known)
             assert np.allclose(now.score.of(after, torch.float64)[r], weights + [-np.inf] * (3 - n))
             assert int(now.position.of(after)[r]) == 40 + len(wanted)
             if gamma:
@@ -472,16 +475,18 @@ def test_beam_search_is_that_of_numpy(law, gamma):
                 assert np.array_equal(got, best.score.astype(np.float64))
                 going = np.flatnonzero(~np.isin(best.token, EOS))[:width]
                 nodes = [at[i] for i in above[going]]
-                found = []
+                found, known = [], []
                 for node, token in zip(nodes, best.token[going], strict=True):
                     start = 0 if layers == 0 else width + (layers - 1) * draft_width
-                    found += [
+                    here = [
                         width + layers * draft_width + i
                         for i in range(draft_width)
                         if layers < gamma
                         and parents[layers, i] + start == node
                         and tokens[layers, i] == token
                     ][:1]
+                    found += here
+                    known.append(here[0] + 1 if here else 0)
                 layers += 1
                 if len(found) < width:
                     break
@@ -489,9 +494,80 @@ def test_beam_search_is_that_of_numpy(law, gamma):
             reached.add(layers)
             assert int(verified.layers.of(outcome)[r]) == layers
             assert now.token.of(after)[r].tolist() == best.token[going].tolist()
+            assert now.known.of(after)[r].tolist() == known
             assert np.array_equal(now.score.of(after, torch.float64)[r].numpy(), best.score[going])
             assert torch.equal(now.row.of(after)[r], request[r, layout.request.target_rows.at][nodes])
     assert reached == set(range(1, gamma + 2))
+
+
+@pytest.mark.parametrize("of_target", [4, 9])
+def test_below_nodes_of_the_last_iteration_the_target_speaks(law, of_target):
+    """A node is known where its parent is, and the last forest held the same continuation, of finite logits."""
+    law, device = law
+    rng = np.random.default_rng(of_target)
+    width, draft_width, gamma, top_n = 3, 5, 3, 6
+    layout = CoverLayout.of(2, width, draft_width, gamma, recalled=of_target)
+    forest, seen = layout.forest, set()
+
+    def forests(block: torch.Tensor) -> None:
+        """Distinct continuations of few tokens, so that two forests have many in common; some are dead."""
+        for r, depth in np.ndindex(2, gamma):
+            above = draft_width if depth else width
+            flat = rng.permutation(2 * above)[:draft_width]
+            forest.parent.of(block)[r, depth] = torch.from_numpy(flat // 2)
+            forest.token.of(block)[r, depth] = torch.from_numpy(flat % 2)
+            weights = np.where(rng.random(draft_width) < 0.8, -1.0, -np.inf)
+            forest.weight.of(block, torch.float64)[r, depth] = torch.from_numpy(weights)
+
+    for _ in range(15):
+        outcome = torch.zeros((2, layout.outcome_size), dtype=torch.long)
+        memory = torch.zeros((2, layout.memory_size + 3), dtype=torch.long)[:, 3:]  # part of a larger block
+        rows = packed_rows(rng, 2 * layout.nodes, of_target).view(2, layout.nodes, -1)
+        rows[:, rng.integers(layout.nodes), -1] = 0.0
+        layout.rows.of(memory).view(torch.float32)[:, : layout.row_count] = rows.flatten(1)
+        forests(memory)
+        forests(outcome)
+        children: list[dict[tuple[int, int], int]] = [{}, {}]
+        for r, depth, i in np.ndindex(2, gamma, draft_width):
+            begin = width + (depth - 1) * draft_width if depth else 0
+            above = begin + int(forest.parent.of(memory)[r, depth, i])
+            if forest.weight.of(memory, torch.float64)[r, depth, i] > -np.inf:
+                node = width + depth * draft_width + i
+                children[r][above, int(forest.token.of(memory)[r, depth, i])] = node
+        beams = rng.integers(0, layout.nodes + 1, (2, width))
+        known, wanted = torch.from_numpy(beams).to(device), beams - 1
+        for depth in range(gamma):
+            if depth:
+                parent, token = (
+                    field.of(outcome)[:, depth - 1].numpy() for field in (forest.parent, forest.token)
+                )
+                up = np.take_along_axis(wanted, parent, 1)
+                wanted = np.array(
+                    [
+                        [children[r].get((u, t), -1) for u, t in zip(up[r], token[r], strict=True)]
+                        for r in (0, 1)
+                    ]
+                )
+            finite = np.take_along_axis(rows[:, :, -1].numpy(), np.maximum(wanted, 0), 1) > 0
+            wanted = np.where(finite, wanted, -1)
+            before = packed_rows(rng, wanted.size, top_n)
+            after = before.to(device).clone()
+            known = law.recall(after, known, depth, layout, outcome.to(device), memory.to(device))
+            assert np.array_equal(known.cpu().numpy() - 1, wanted)
+            got, draft = unpack(after.cpu().numpy()), unpack(before.numpy())
+            assert np.array_equal(got.finite, draft.finite)
+            for at, (r, i) in enumerate(np.ndindex(*wanted.shape)):
+                node = wanted[r, i]
+                if node < 0:
+                    assert np.array_equal(got.tokens[at], draft.tokens[at])
+                    assert np.array_equal(got.logps[at], draft.logps[at])
+                    continue
+                own, count = unpack(rows[r].numpy()), min(top_n, of_target)
+                assert np.array_equal(got.tokens[at, :count], own.tokens[node, :count])
+                assert np.array_equal(got.logps[at, :count], own.logps[node, :count])
+                assert (got.logps[at, count:] == -np.inf).all()
+                seen.add(depth)
+    assert seen == set(range(gamma))
 
 
 def test_masks_of_forests_are_those_of_their_ancestors(law):

@@ -47,8 +47,10 @@ def test_pipelined_iterations_decide_what_the_host_decides(pair, way, stop, budg
             assert got[1] == wanted[1]
         else:
             assert got[:3] == wanted[:3]
-        # The host may know the logits of some last beams, which the device would compute anew.
-        assert all(mine <= theirs for mine, theirs in zip(got[3], wanted[3], strict=True))
+        # The host may know the logits of some last beams, which the device would compute anew. (Its draft computes
+        # nothing below what the target has said, and holds less.)
+        both = 1 if forest_is_free(settings) else 2
+        assert all(mine <= theirs for mine, theirs in zip(got[3][:both], wanted[3][:both], strict=True))
         assert device.choice.engine is not None
         assert device.choice.proposer is None
     assert not device.notes
