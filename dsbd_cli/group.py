@@ -50,9 +50,13 @@ class Team:
             return cls()
         shard = Shard.from_env()
         if size > shard.world or shard.world % size:
+            if shard.world == 1:
+                raise UserError(
+                    f"--tensor-parallel {size}: {size} processes hold the target together, and this one was started "
+                    f"alone: torchrun --nproc-per-node {size} -m dsbd_cli ..., or leave --tensor-parallel out"
+                )
             raise UserError(
-                f"--tensor-parallel {size} needs a multiple of {size} processes, and "
-                f"{'there is 1' if shard.world == 1 else f'there are {shard.world}'}: "
+                f"--tensor-parallel {size} needs a multiple of {size} processes, and there are {shard.world}: "
                 f"torchrun --nproc-per-node {size} -m dsbd_cli ..."
             )
         return cls(size, shard.rank % size)

@@ -54,6 +54,45 @@ def refuse_unwritable(path: Path, option: str) -> None:
         raise UserError(f"{option} {path} cannot be written: {why}")
 
 
+def refuse_foreign(path: Path, option: str, begin: str, what: str) -> None:
+    """Raise where a file is there already that the program did not write; what it wrote itself, it writes over.
+
+    Args:
+        begin: how each of the program's own begins. what: a name for those, such as `trace`.
+
+    Raises:
+        UserError: another file, or one that cannot be read.
+    """
+    own = begin.encode()
+    try:
+        if not path.is_file():  # nothing there, or a device, which keeps nothing
+            return
+        with path.open("rb") as file:
+            head = file.read(len(own))
+    except OSError as error:
+        raise UserError(f"{option} {path} cannot be read: {error.strerror}") from None
+    if not own.startswith(head):  # an empty file, or the first words of one that was cut, is nobody's
+        raise UserError(
+            f"{option} {path} is there already and is no {what}: give another name, or remove it first"
+        )
+
+
+def refuse_no_folder(path: Path, option: str) -> None:
+    """Raise early where a folder cannot be made because something else has that name, or that of a parent.
+
+    Raises:
+        UserError: a file is in the way.
+    """
+    try:
+        there = next(
+            place for place in (path, *path.absolute().parents) if place.exists() or place.is_symlink()
+        )
+        if not there.is_dir():
+            raise UserError(f"{option} {path} is to be a folder, and {there} is a file: give another name")
+    except OSError as error:
+        raise UserError(f"{option} {path}: {error.strerror}") from None
+
+
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
     """A path beside `path` to write to; it takes `path`'s place when the block ends well, and goes if not."""

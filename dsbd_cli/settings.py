@@ -116,8 +116,10 @@ class Settings:
             object.__setattr__(self, field.name, value)
         for field in dataclasses.fields(self):
             _in_range(field.name, getattr(self, field.name))
-        if self.min_width > self.width:
-            raise UserError(f"min-width {self.min_width} is above width {self.width}")
+        if self.min_width > self.width and self.threshold is None:
+            # Not read, and `dataclasses.replace` hands a default on as if it were given.
+            object.__setattr__(self, "min_width", self.width)
+        _check_widths(self.min_width, self.width)
         beams = 1 if self.method in ONE_BEAM_METHODS else self.width
         if self.num_return > beams:
             raise UserError(f"num-return {self.num_return} is more than the {beams} beam(s) of this run")
@@ -168,6 +170,7 @@ class Settings:
         width = _typed("width", result["width"])
         if "min_width" not in given and base["min_width"] > width >= 1:
             result["min_width"] = width
+        _check_widths(_typed("min_width", result["min_width"]), width)
         return Settings(**result)
 
     def to_dict(self) -> dict[str, Any]:
@@ -176,6 +179,11 @@ class Settings:
             "tree": list(self.tree) if self.tree else None,
             "stop": list(self.stop),
         }
+
+
+def _check_widths(least: int, width: int) -> None:
+    if least > width >= 1:
+        raise UserError(f"min-width {least} is above width {width}")
 
 
 def verifies_draws(values: Mapping[str, Any]) -> bool:

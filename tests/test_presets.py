@@ -332,6 +332,6 @@ def test_width_one_needs_no_word_about_the_least_width():
     assert Settings().min_width == Settings(width=3).min_width == 2
     assert type(Settings().min_width) is int
     with pytest.raises(UserError, match="min-width 2 is above width 1"):
-        Settings(width=1, min_width=2)
+        Settings(width=1, min_width=2, threshold=0.9)
     with pytest.raises(UserError, match="width must be a whole number"):
         Settings(width="wide")

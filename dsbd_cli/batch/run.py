@@ -77,7 +77,7 @@ def run_file(
         device = shard.device() if team.size == 1 else None  # a team has chosen its cards
         places: dict[str, Any] = {"target_device": device, "draft_device": device} if device else {}
         decoder = chosen.load(**places)
-        for line in decoder.pair.notes:
+        for line in [*chosen.in_vain(), *decoder.pair.notes]:
             tell(line)
         decoder.ready(settings)
         facts |= {"models": decoded_by(decoder), "weights": weights(decoder)}

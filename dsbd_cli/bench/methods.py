@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Mapping
 from typing import Any
 
+from dsbd_cli import idle
 from dsbd_cli.errors import UserError
 from dsbd_cli.settings import near
 
@@ -41,26 +42,7 @@ COMMON = (
     "temperature", "top_k", "top_p", "max_new_tokens", "length_penalty", "early_stopping",
 )  # fmt: skip
 OF_METHOD: Mapping[str, tuple[str, ...]] = {
-    "dsbd": (
-        "width",
-        "draft_width",
-        "gamma",
-        "verify",
-        "draws",
-        "threshold",
-        "width_rule",
-        "min_width",
-        "forest",
-        "forest_nodes",
-        "lookup",
-        "prices",
-        "kv",
-        "deterministic",
-    ),
-    "beam": ("width", "draws", "threshold", "width_rule", "min_width", "deterministic"),
-    "speculative": ("gamma", "forest", "prices"),
-    "specinfer": ("tree",),
-    "multinomial": (),
+    **idle.OF_METHOD,
     "hf-sample": (),
     "hf-beam-sample": ("width",),
     "hf-beam-search": ("width",),

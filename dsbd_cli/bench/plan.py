@@ -18,6 +18,7 @@ from dsbd_cli.bench.methods import ONE_AT_A_TIME, parse_methods
 from dsbd_cli.bench.runner import Job, schedule
 from dsbd_cli.bench.sweep import Grid, parse_sweep
 from dsbd_cli.errors import UserError
+from dsbd_cli.paths import refuse_no_folder
 from dsbd_cli.settings import Settings
 
 if TYPE_CHECKING:
@@ -146,6 +147,7 @@ def make_plan(options: Options, chosen: Chosen) -> Plan:
     if len(dataset.items) < dataset.total:
         hint = "" if options.limit is not None else " (--limit 0 takes all)"
         notes.append(f"{len(dataset.items)} of {dataset.total} items{hint}")
+    _refuse_idle(options, dataset.kind, arms)
     if (options.judge_url is None) != (options.judge_model is None):
         raise UserError("--judge-url and --judge-model go together")
     if options.judge_url is not None and dataset.kind != "mt-bench":
@@ -153,10 +155,25 @@ def make_plan(options: Options, chosen: Chosen) -> Plan:
     out = options.out or Path(
         f"bench-{dataset.kind if dataset.kind != 'jsonl' else Path(options.dataset).stem}"
     )
+    refuse_no_folder(out, "--out")
     seed = DEFAULT_SEED if seed is None else seed
     longest = max(arm.settings.max_new_tokens for arm in arms)
     settings = dataclasses.replace(arms[0].settings, max_new_tokens=longest)
     return Plan(options, chosen, dataset, arms, settings, seed, out, digest, notes, shots)
+
+
+def _refuse_idle(options: Options, kind: str, arms: Sequence[Arm]) -> None:
+    """Refuse by name what was asked for and nothing here would read."""
+    usual = Options(options.dataset)
+    for name in ("keep_distinct", "sql_timeout"):
+        if kind != "spider" and getattr(options, name) != getattr(usual, name):
+            raise UserError(f"--{name.replace('_', '-')} means nothing to {kind}: leave it out")
+    if options.judge_url is None and options.judge_timeout != usual.judge_timeout:
+        raise UserError(
+            "--judge-timeout without a judge: leave it out, or give --judge-url and --judge-model"
+        )
+    if options.hf_limit is not None and not any(arm.hf for arm in arms):
+        raise UserError("--hf-limit means nothing here: none of the --methods is Hugging Face's")
 
 
 def _shots(options: Options, dataset: Dataset) -> Shots | None:

@@ -13,6 +13,7 @@ from dsbd_cli.batch import AUTO
 from dsbd_cli.bench.extra import need_extra
 from dsbd_cli.cli.options import Chosen, decoding_options
 from dsbd_cli.cli.output import Out
+from dsbd_cli.paths import refuse_no_folder
 from dsbd_cli.ui import waiting
 from dsbd_cli.ui.look import columns_of
 
@@ -54,7 +55,7 @@ def run(
         typer.Option(
             "--data-dir",
             help="Folder with the official files, or hub (squad, mt-bench); without it the small built-in "
-            "sample is used.",
+            'sample is used. What it holds: docs/bench.md, "Data".',
             rich_help_panel=DATA,
         ),
     ] = None,
@@ -205,6 +206,8 @@ def report(
     need_extra()
     from dsbd_cli.bench.report import write_report
 
+    if out is not None:
+        refuse_no_folder(out, "--out")
     show(write_report(folders, out))
 
 
@@ -227,6 +230,8 @@ def compare(
     need_extra()
     from dsbd_cli.bench.compare import compare_runs, write_comparison
 
+    if out is not None:
+        refuse_no_folder(out, "--out")
     comparison = compare_runs(one, two, tuple(arm or ()))
     if out is not None:
         write_comparison(comparison, out)

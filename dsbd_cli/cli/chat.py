@@ -17,6 +17,7 @@ from dsbd_cli.cli.signals import terminated
 from dsbd_cli.cli.stdin import stdin_lines
 from dsbd_cli.errors import UserError
 from dsbd_cli.group import Group, joined
+from dsbd_cli.idle import in_vain
 from dsbd_cli.setting_text import parse_setting
 from dsbd_cli.settings import DRAFTING, FIELDS, METHODS, near
 from dsbd_cli.tally import ratio
@@ -53,7 +54,7 @@ def chat(
     if chosen.team().shard.world > 1:
         raise UserError("a chat is for one process, or for one team of --tensor-parallel")
     decoder = chosen.load(every_method=True)
-    for line in decoder.pair.notes:
+    for line in [*chosen.in_vain(), *decoder.pair.notes]:
         note(line)
     if not decoder.pair.tokenizer.chat_template:
         raise UserError("the target has no chat template, so it cannot chat: use dsbd generate")
@@ -145,7 +146,7 @@ class Session:
         asked = [*self.messages, {"role": "user", "content": text}]
         said: list[str] = []
         try:
-            result = plain(self._kept(asked, said), note, stream=True)
+            result = plain(self._kept(asked, said), note, stream=True, wrap=True)
         except KeyboardInterrupt:
             # Half an answer is part of the conversation; none at all leaves it as it was.
             if "".join(said):
@@ -186,8 +187,13 @@ class Session:
         for word in words:
             name, equals, value = word.partition("=")
             name = name.lstrip("-").replace("-", "_")
-            if not equals or name not in FIELDS:
+            if name not in FIELDS:
                 raise UserError(f"/settings NAME=VALUE: no setting {name!r}{near(name, FIELDS)}")
+            if not equals:
+                now = self.settings.to_dict()[name]
+                raise UserError(
+                    f"/settings {name} needs a value: /settings {name}=VALUE (it is {now}; /settings alone shows all)"
+                )
             given[name] = _parse(name, value)
         if given:
             self._change(given)
@@ -202,6 +208,8 @@ class Session:
         if settings.method in DRAFTING and self.decoder.draft is None:
             raise UserError(f"{settings.method} needs a draft model, and this chat was started without one")
         self.settings = settings
+        for line in in_vain(settings, given):
+            note(line)
 
     def _compare(self, words: list[str]) -> None:
         if len(words) > 2 or any(word not in METHODS for word in words):

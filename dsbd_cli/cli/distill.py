@@ -91,6 +91,7 @@ def run(
     from dsbd_cli.distill.train import TrainOptions
     from dsbd_cli.distill.world import World
     from dsbd_cli.errors import UserError
+    from dsbd_cli.paths import refuse_no_folder
 
     if target is None or out is None:
         raise UserError("dsbd distill needs --target and --out")
@@ -98,6 +99,10 @@ def run(
         raise UserError(f"--only {only}: must be sample or train")
     if optimizer not in ("adamw", "muon"):
         raise UserError(f"--optimizer {optimizer}: must be adamw or muon")
+    _refuse_unread(context, "share", prompts is None, "without --prompts")
+    _refuse_unread(context, "tokens", only == "train", "with --only train")
+    _refuse_unread(context, "sample_minutes", only == "train", "with --only train")
+    refuse_no_folder(out, "--out")
     if minutes is None and steps is None:
         minutes = 30.0
     if tokens is None and sample_minutes is None:
@@ -137,8 +142,17 @@ def run(
         _print_report(record["evaluation"], out)
 
 
+def _refuse_unread(context: typer.Context, name: str, unread: bool, why: str) -> None:
+    """Refuse an option that was given where nothing reads it."""
+    from dsbd_cli.errors import UserError
+
+    if unread and getattr(context.get_parameter_source(name), "name", "") == "COMMANDLINE":
+        raise UserError(f"--{name.replace('_', '-')} has no effect {why}: leave it out")
+
+
 @app.command()
 def evaluate(
+    context: typer.Context,
     target: Annotated[str, typer.Option(help="Target: folder, hub id, GGUF file or wheel.")],
     draft: Annotated[str, typer.Option(help="Draft: the same, or embedded:NAME.")],
     prompts: Annotated[
@@ -174,9 +188,18 @@ def evaluate(
     from dsbd_cli.distill.log import Step
     from dsbd_cli.distill.metrics import Warp
     from dsbd_cli.errors import UserError
+    from dsbd_cli.paths import refuse_unwritable
 
     if prompts is not None and answers is not None:
         raise UserError("give --prompts or --answers, not both")
+    for name in ("save_answers", "max_new_tokens", "seed"):
+        _refuse_unread(context, name, prompts is None, "without --prompts")
+    if save_answers is not None:
+        refuse_unwritable(save_answers, "--save-answers")
+        if save_answers.exists():
+            raise UserError(
+                f"--save-answers {save_answers} is there already: give another name, or remove it first"
+            )
     if prompts is None and answers is None:
         answers = _stored_answers(draft)
     pair = _load(target, draft, device)

@@ -16,7 +16,8 @@ from dsbd_cli.cli.output import Out, StdoutError, note
 from dsbd_cli.cli.stdin import read_prompt
 from dsbd_cli.errors import UserError
 from dsbd_cli.group import joined
-from dsbd_cli.paths import refuse_unwritable
+from dsbd_cli.paths import refuse_foreign, refuse_unwritable
+from dsbd_cli.trace import RECORD
 from dsbd_cli.ui.look import is_terminal, panel_stream
 
 if TYPE_CHECKING:
@@ -114,10 +115,11 @@ def generate(
     chosen.check()
     if trace is not None:
         refuse_unwritable(trace, "--trace")
+        refuse_foreign(trace, "--trace", RECORD, "trace")
     text = read_prompt(prompt) if team.first else ""
     decoder = chosen.load(quiet=quiet)
     text = joined().agreed(text)
-    for line in decoder.pair.notes:
+    for line in [*chosen.in_vain(), *decoder.pair.notes]:
         tell(line)
     settings = decoder.settings
     events: Iterable[Event] = decoder.stream(text, settings)
@@ -152,15 +154,16 @@ def plain(
     stream: bool,
     keep: bool = False,
     show_tokens: bool = False,
+    wrap: bool = False,
 ) -> Result:
     """Consume the events without panels: confirmed text to stdout if `stream`, notices to `tell`.
 
     A run that is cut short ends its line; what it had confirmed is printed then, if not before
-    (`keep`).
+    (`keep`). With `wrap` lines end between words at a terminal.
     """
     from dsbd_cli.decoding import Finished, Notice, Prefilled, Text
 
-    out, confirmed = Out(), ""
+    out, confirmed = Out(wrap=wrap), ""
     try:
         for event in events:
             if isinstance(event, Notice):
@@ -172,11 +175,13 @@ def plain(
                 if stream:
                     out.write(event.new)
             elif isinstance(event, Finished):
+                out.finish()
                 return event.result
     except (OSError, StdoutError):
         raise  # stdout itself is what failed
     except BaseException:
         if confirmed and (stream or keep):
+            out.finish()
             out.write("\n" if stream else confirmed + "\n")
         raise
     raise AssertionError("a stream ends with Finished")

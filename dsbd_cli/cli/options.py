@@ -187,10 +187,19 @@ class Chosen:
         else:
             preset = load_preset(DEFAULT_PRESET if self.preset is None else self.preset)
             base, settings = preset.pair, preset.settings
-            if "target" in self.spec and "draft" not in self.spec:
-                # A preset's draft belongs to the preset's target.
-                base = base.replace(draft=None)
+            # A preset's draft belongs to the preset's target, and a revision to the model that it is one of.
+            if "target" in self.spec:
+                base = base.replace(revision=None, **({} if "draft" in self.spec else {"draft": None}))
+            if "target" in self.spec or "draft" in self.spec:
+                base = base.replace(draft_revision=None)
         return base.replace(**self.spec), settings.merged(self.settings)
+
+    def in_vain(self) -> list[str]:
+        """A line for each reason for which options that were given change nothing (`dsbd_cli/idle.py`)."""
+        from dsbd_cli.idle import in_vain
+
+        _, settings = self.resolve()
+        return in_vain(settings, self.settings)
 
     def sources(self) -> dict[str, Any]:
         """The models asked for, in a form that changes when their files do (`loading/stamp.py`).

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import sys
+from typing import TYPE_CHECKING
 
 from dsbd_cli.errors import RunError
 from dsbd_cli.paths import write_error
 from dsbd_cli.ui import waiting
-from dsbd_cli.ui.look import folded, is_terminal
+from dsbd_cli.ui.look import columns_of, folded, is_terminal
 from dsbd_cli.ui.safe import escaped, escaped_json
+
+if TYPE_CHECKING:
+    from dsbd_cli.ui.wrapping import Wrapping
 
 
 class StdoutError(RunError):
@@ -20,11 +24,20 @@ class Out:
 
     A file and a pipe get every byte; on a terminal, control characters (a model may say anything) are
     shown as escapes. One `Out` for the pieces of one answer.
+
+    Args:
+        wrap: break lines between words on a terminal; what is written last is then shown by `finish`.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, wrap: bool = False) -> None:
         self._screen = is_terminal(sys.stdout)
         self._held = ""
+        columns = columns_of(sys.stdout) if wrap else None
+        self._wrapping: Wrapping | None = None
+        if columns is not None:
+            from dsbd_cli.ui.wrapping import Wrapping
+
+            self._wrapping = Wrapping(columns)
 
     def write(self, text: str) -> None:
         """One piece of text.
@@ -37,7 +50,12 @@ class Out:
             text = self._held + text
             self._held = "\r" if text.endswith("\r") else ""
             text = escaped(text.removesuffix("\r"))
-        self._write(text)
+        self._write(text if self._wrapping is None else self._wrapping.push(text))
+
+    def finish(self) -> None:
+        """Show the word that was held back for `wrap`. Raises like `write`."""
+        if self._wrapping is not None:
+            self._write(self._wrapping.finish())
 
     def write_json(self, line: str) -> None:
         """One line of JSON. Raises like `write`."""

@@ -11,13 +11,14 @@ import typer
 
 from dsbd_cli.cli.output import note
 from dsbd_cli.errors import UserError
-from dsbd_cli.paths import refuse_special, refuse_unwritable, write_whole
+from dsbd_cli.paths import refuse_foreign, refuse_special, refuse_unwritable, write_whole
 
 if TYPE_CHECKING:
     from dsbd_cli.trace.read import Trace
 
 
 def trace(
+    context: typer.Context,
     file: Annotated[Path, typer.Argument(help="What `dsbd generate --trace FILE` wrote.")],
     html: Annotated[
         Path | None, typer.Option("--html", help="Write a page that shows the forests, and replay nothing.")
@@ -32,6 +33,9 @@ def trace(
     """Show a recorded run: what was drafted, accepted, rejected and drawn anew, iteration by iteration."""
     from dsbd_cli.trace.read import read_trace
 
+    source = context.get_parameter_source("delay")
+    if html is not None and getattr(source, "name", "") == "COMMANDLINE":
+        raise UserError("--delay has no effect beside --html, which replays nothing: leave it out")
     recorded = read_trace(file)
     try:
         _show(recorded, file, html, delay)
@@ -46,8 +50,10 @@ def _show(recorded: Trace, file: Path, html: Path | None, delay: float) -> None:
             raise UserError("--html would write over the trace itself: give it another name")
         refuse_unwritable(html, "--html")
         refuse_special(html, f"--html {html}", "name a file")
+        from dsbd_cli.trace import PAGE
         from dsbd_cli.trace.page import page
 
+        refuse_foreign(html, "--html", PAGE, "page of dsbd trace")
         write_whole(html, page(recorded))
         note(f"{len(recorded.iterations)} iterations drawn: {html}")
         return

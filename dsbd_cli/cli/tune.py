@@ -78,7 +78,7 @@ def tune(
         raise UserError(f"--out {out} is there already: give --force to write over it, or another name")
     texts = _prompts(prompts)[: _QUICK_PROMPTS if quick else _PROMPTS]
     decoder = chosen.load()
-    for line in decoder.pair.notes:
+    for line in [*chosen.in_vain(), *decoder.pair.notes]:
         note(line)
 
     from dsbd_cli.presets import Preset, to_yaml

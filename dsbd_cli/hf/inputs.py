@@ -95,7 +95,10 @@ def _padding(model: Any, input_ids: Tensor, mask: Tensor | None) -> Tensor:
     if mask is None:
         return torch.ones_like(input_ids)
     if mask.shape != input_ids.shape:
-        raise UserError(f"attention_mask must have the shape of input_ids, {list(input_ids.shape)}")
+        raise UserError(
+            f"attention_mask has the shape {list(mask.shape)} and input_ids {list(input_ids.shape)}: give one entry "
+            "for each token of the prompts"
+        )
     mask = mask.to(input_ids.device)
     if not ((mask == 0) | (mask == 1)).all():
         raise UserError("attention_mask must hold 0 and 1 only")

@@ -18,18 +18,33 @@ def look(spec: PairSpec, *, need_draft: bool = True, cache_dir: str | Path | Non
 
     Raises:
         UserError: no such path, a folder or file that is broken, a hub name that is not cached while
-            offline, a target that is a draft, a missing optional package.
+            offline, a target that is a draft, a revision of what is not on the hub, a missing optional package.
     """
     wanted = {"target": (spec.target, spec.revision)}
     if need_draft and spec.draft is not None:
         wanted["draft"] = (spec.draft, spec.draft_revision)
     # Names before files: a typing error in the draft's is told before the target's shards are read.
     sources = {role: parse_source(text, role) for role, (text, _) in wanted.items()}
+    for role, revision in (("target", spec.revision), ("draft", spec.draft_revision)):
+        _check_revision(role, sources.get(role), revision, spec)
     for role in reversed(sources):  # the draft first, as everywhere
         _check(sources[role], role, wanted[role][1], cache_root(cache_dir))
     if spec.quantization is not None and importlib.util.find_spec("bitsandbytes") is None:
         raise UserError(f"quantization {spec.quantization} needs bitsandbytes: pip install bitsandbytes")
     return list(sources.values())
+
+
+def _check_revision(role: str, source: Source | None, revision: str | None, spec: PairSpec) -> None:
+    """A revision of what has none would be passed over: other weights than those asked for."""
+    name = "revision" if role == "target" else "draft-revision"
+    if revision is None:
+        return
+    if source is not None and source.kind != "hub":
+        raise UserError(
+            f"{name} {revision}: {role} {source.text} is not on the hub, so it has none: leave {name} out"
+        )
+    if role == "draft" and spec.draft is None:
+        raise UserError(f"{name} {revision} without a draft: name the draft, or leave {name} out")
 
 
 def _check(source: Source, role: str, revision: str | None, cache: Path) -> None:

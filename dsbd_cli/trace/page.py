@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
 
+from dsbd_cli.trace import PAGE
 from dsbd_cli.trace.layout import BOX, ROW, STEP, Place, place_nodes
 from dsbd_cli.trace.read import ACCEPTED, FILLED, MEANING, Trace, fate, share
 from dsbd_cli.ui.safe import one_line
@@ -70,7 +71,7 @@ def page(trace: Trace) -> str:
     if trace.result is None:
         body.append("<p>The run did not end: this is what was recorded.</p>")
     return (
-        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        f"{PAGE}"
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
         f"<title>{_safe(one_line(trace.start['prompt'])[:60])}</title>\n<style>{_STYLE}</style>\n</head>\n<body>\n"
         + "\n".join(body)

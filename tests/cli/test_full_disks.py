@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from dsbd_cli.trace import record
+from dsbd_cli.trace import PAGE, record
 from tests.cli.conftest import Call, pair
 
 Models = Callable[..., str]
@@ -89,14 +89,15 @@ def test_a_page_on_a_full_disk_leaves_the_old_one(
 ) -> None:
     trace, page = tmp_path / "trace", tmp_path / "page.html"
     assert dsbd("generate", "hi", *pair(models("says", "A")), "--trace", trace).code == 0
-    page.write_text("old")
+    old = f"{PAGE}old"
+    page.write_text(old)
 
     def refuse(fd: int) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", refuse)
     ran = dsbd("trace", trace, "--html", page)
-    assert (ran.code, page.read_text()) == (1, "old")
+    assert (ran.code, page.read_text()) == (1, old)
     assert ran.err == f"dsbd: no space left for {page}: free some; then give the same command again\n"
     assert sorted(os.listdir(tmp_path)) == ["page.html", "trace"]
 

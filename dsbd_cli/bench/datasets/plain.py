@@ -48,6 +48,8 @@ def _texts(value: Any, where: str) -> tuple[str, ...]:
     if value is None:
         return ()
     texts = [value] if isinstance(value, str) else value
-    if not isinstance(texts, list) or not texts or not all(isinstance(text, str) for text in texts):
+    if texts == []:
+        raise UserError(f"{where}: 'references' is an empty list: give at least one text, or leave it out")
+    if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
         raise UserError(f"{where}: 'references' must be a text or a list of texts, or be left out")
     return tuple(texts)

@@ -1,0 +1,116 @@
+"""What was given and changes nothing, what would be written over, and what a message must say."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.cli.conftest import Call, pair
+
+Models = Callable[..., str]
+
+
+@pytest.mark.parametrize("how", [[], ["--lines"]])
+def test_options_without_effect_are_noted(dsbd: Call, models: Models, how: list[str]) -> None:
+    command = ["generate", *how, *pair(models("says", "A")), "--method", "multinomial", "--seed", "1", "--kv", "one"]
+    ran = dsbd(*command, "--gamma", "3", stdin=b"hi\n")
+    assert (ran.code, ran.text.strip().strip('"')) == (0, "A")
+    assert "dsbd: gamma, kv have no effect with method multinomial" in ran.err.splitlines()
+    assert "no effect" not in dsbd(*command[:-2], stdin=b"hi\n").err
+    if not how:
+        assert dsbd(*command, "-q", stdin=b"hi").err == ""
+    ran = dsbd("generate", "hi", *pair(models("says", "A")), "--seed", "1", "--min-width", "1")
+    assert ran.err == "dsbd: min-width has no effect without a threshold\n"
+
+
+def test_what_a_preset_holds_yields_quietly(dsbd: Call, models: Models, tmp_path: Path) -> None:
+    target = models("says", "A")
+    (tmp_path / "p.yaml").write_text(f"target: {target}\ndraft: {target}\ngamma: 3\nmin_width: 1\nkv: one\n")
+    ran = dsbd("generate", "hi", "--preset", tmp_path / "p.yaml", "--method", "beam", "--seed", "1")
+    assert (ran.code, ran.text, ran.err) == (0, "A\n", "")
+
+
+def test_in_a_chat_too(dsbd: Call, models: Models) -> None:
+    lines = b"/method beam\n/settings gamma=2\n/settings width=3\n"
+    ran = dsbd("chat", *pair(models("chat", "A")), "--min-width", "1", stdin=lines)
+    assert ran.code == 0, ran.err
+    said = [line for line in ran.err.splitlines() if "no effect" in line]
+    assert said == ["dsbd: min-width has no effect without a threshold", "dsbd: gamma has no effect with method beam"]
+
+
+def test_a_revision_of_what_is_not_on_the_hub_is_refused(dsbd: Call, models: Models, tmp_path: Path) -> None:
+    target = models("says", "A")
+    dsbd("generate", "hi", *pair(target), "--revision", "v1").refused("revision v1", target, "leave revision out")
+    dsbd("generate", "hi", *pair(target), "--draft-revision", "v1").refused("draft-revision v1", "draft", target)
+    alone = ["generate", "hi", "--target", target, "--method", "beam"]
+    dsbd(*alone, "--draft-revision", "v1").refused("draft-revision v1 without a draft")
+    preset = tmp_path / "p.yaml"
+    preset.write_text("target: some/model\nrevision: v1\ndraft: some/draft\ndraft_revision: v2\n")
+    # It is the revision of the preset's own target.
+    ran = dsbd("generate", "hi", "--preset", preset, *pair(target), "--seed", "1")
+    assert (ran.code, ran.text) == (0, "A\n")
+    preset.write_text(f"target: {target}\nrevision: v1\n")
+    dsbd("generate", "hi", "--preset", preset, "--method", "beam").refused("revision v1")
+
+
+def test_files_of_others_are_not_written_over(dsbd: Call, models: Models, tmp_path: Path) -> None:
+    run = ["generate", "hi", *pair(models("says", "A")), "--seed", "1", "--trace"]
+    mine, other, page = tmp_path / "mine", tmp_path / "notes.md", tmp_path / "page.html"
+    other.write_text("dear diary")
+    dsbd(*run, other).refused("--trace", str(other), "is no trace", "another name")
+    mine.touch()
+    for _ in range(2):
+        assert dsbd(*run, mine).code == 0
+    dsbd("trace", mine, "--html", other).refused("--html", str(other), "another name")
+    for _ in range(2):
+        assert dsbd("trace", mine, "--html", page).code == 0
+    dsbd("trace", page.with_name("mine"), "--html", page, "--delay", "1").refused("--delay")
+    dsbd(*run, page).refused("--trace")
+    dsbd("trace", mine, "--html", mine).refused("--html")
+    cut = tmp_path / "cut"
+    cut.write_text(mine.read_text()[:12])
+    assert dsbd(*run, cut).code == 0
+    assert other.read_text() == "dear diary"
+
+
+def test_a_bench_says_what_is_wrong_with_a_file(dsbd: Call, models: Models, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    data, results = tmp_path / "q.jsonl", tmp_path / "results"
+    run = ["bench", "--dataset", data, "--target", models("says", "A"), "--methods", "beam"]
+    data.write_text(json.dumps({"prompt": "hi", "references": []}) + "\n")
+    dsbd(*run).refused("line 1", "'references' is an empty list", "leave it out")
+    data.write_text(json.dumps({"prompt": "hi"}) + "\n")
+    results.write_text("mine")
+    for where in (results, results / "deep" / "er"):
+        dsbd(*run, "--out", where).refused("--out", str(results), "is a file")
+    dsbd("bench", "report", tmp_path, "--out", results).refused("--out", "is a file")
+    dsbd("bench", "compare", tmp_path, tmp_path, "--out", results).refused("--out", "is a file")
+    for options, word in ((["--hf-limit", "2"], "--hf-limit"), (["--keep-distinct"], "--keep-distinct"),
+                          (["--sql-timeout", "9"], "--sql-timeout"), (["--judge-timeout", "9"], "--judge-timeout")):  # fmt: skip
+        dsbd(*run, *options, "--out", tmp_path / "new").refused(word)
+    assert results.read_text() == "mine"
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_team_of_one_process(dsbd: Call, models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    ran = dsbd("generate", "hi", *pair(models("says", "A")), "--tensor-parallel", "2")
+    ran.refused("this one was started alone", "torchrun --nproc-per-node 2 -m dsbd_cli")
+
+
+@pytest.mark.parametrize(
+    ("options", "word"),
+    [
+        (["--share", "0.5"], "--share has no effect without --prompts"),
+        (["--only", "train", "--tokens", "5"], "--tokens has no effect with --only train"),
+        (["evaluate", "--draft", "x", "--save-answers", "y"], "--save-answers has no effect without --prompts"),
+        (["evaluate", "--draft", "x", "--answers", "y", "--seed", "1"], "--seed has no effect without --prompts"),
+    ],
+)
+def test_distilling_takes_nothing_in_vain(dsbd: Call, tmp_path: Path, options: list[str], word: str) -> None:
+    place = [] if options[0] == "evaluate" else ["--out", str(tmp_path / "d")]
+    dsbd("distill", *options[:1], "--target", "x", *options[1:], *place).refused(word)
