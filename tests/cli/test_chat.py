@@ -182,3 +182,11 @@ def test_ctrl_c_stops_the_turn_only(tmp_path: Path) -> None:
     terminal.send(b"/quit\r")
     assert terminal.finish() == 0
     assert "Traceback" not in terminal.text
+
+
+def test_settings_without_effect_are_noted(dsbd: Call, chatty: str) -> None:
+    lines = b"/method beam\n/settings gamma=2\n/settings width=3\n"
+    ran = dsbd("chat", *pair(chatty), "--min-width", "1", stdin=lines)
+    assert ran.code == 0, ran.err
+    said = [line for line in ran.err.splitlines() if "no effect" in line]
+    assert said == ["dsbd: min-width has no effect without a threshold", "dsbd: gamma has no effect with method beam"]
