@@ -248,6 +248,8 @@ def _in_range(name: str, value: Any) -> None:
             raise UserError(f"{name} is not UTF-8 text: check the terminal's or the file's encoding")
         if name == "stop" and any(not text for text in texts):
             raise UserError("stop must not be an empty string")
+        if name == "stop" and any("\ufffd" in text for text in texts):
+            raise UserError("stop must not hold U+FFFD, which stands for bytes that are no text (yet)")
     elif name == "seed" and value is not None and value < 0:
         raise UserError(f"seed must not be negative, not {value}")
 

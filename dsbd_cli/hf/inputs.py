@@ -125,7 +125,12 @@ def _check_positions(ids: Tensor, mask: Tensor, positions: Any, cache_position: 
     if positions is not None:
         usual = (mask.cumsum(-1) - 1).to(positions.device)
         where = mask.bool().to(positions.device)
-        if positions.shape != usual.shape or not (positions == usual)[where].all():
+        if positions.shape != usual.shape:  # transformers makes them of an attention_mask, and cuts that
+            raise UserError(
+                f"attention_mask (or position_ids) has the shape {list(positions.shape)} and input_ids "
+                f"{list(ids.shape)}: give one entry for each token of the prompts"
+            )
+        if not (positions == usual)[where].all():
             raise UserError("position_ids other than those of the padding are not offered (packed prompts)")
     if cache_position is not None and cache_position.tolist() != list(range(ids.shape[1])):
         raise UserError("cache_position is not offered")

@@ -115,6 +115,8 @@ def _refuse_modes(config: Any, call: Call) -> None:
 
 def _width(beams: int, width: int | None, method: str, call: Call, checkpoint: Any) -> int:
     """W: the caller's `width`, else `num_beams`, else the default."""
+    if width is None and beams == 1 and "num_beams" in call.given and method not in ONE_BEAM_METHODS:
+        return 1
     from_caller = "num_beams" in call.given or beams != int(getattr(checkpoint, "num_beams", None) or 1)
     if beams > 1 and from_caller:
         if method in ONE_BEAM_METHODS:

@@ -14,13 +14,15 @@ def quiet_transformers(*, downloads: bool = False) -> Iterator[None]:
     Args:
         downloads: leave the hub client's download bars on.
     """
+    from huggingface_hub import constants
     from huggingface_hub.utils import disable_progress_bars, enable_progress_bars
     from transformers.utils import logging
 
     level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    if downloads:
+    fixed = constants.HF_HUB_DISABLE_PROGRESS_BARS is not None  # by the environment: to set it again only warns
+    if downloads and not fixed:
         enable_progress_bars()
     try:
         with warnings.catch_warnings():
@@ -29,7 +31,8 @@ def quiet_transformers(*, downloads: bool = False) -> Iterator[None]:
     finally:
         logging.set_verbosity(level)
         if bars:
-            logging.enable_progress_bar()
-            enable_progress_bars()
-        else:
-            disable_progress_bars()
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore" if fixed else "default")
+                logging.enable_progress_bar()
+        if not fixed:
+            (enable_progress_bars if bars else disable_progress_bars)()

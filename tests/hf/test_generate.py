@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -209,3 +210,100 @@ def test_what_changes_nothing_is_taken(pair: tuple[Any, Any], idle: dict[str, An
 def test_not_called_directly(pair: tuple[Any, Any], tmp_path: Path) -> None:
     with pytest.raises(UserError, match="custom_generate"):
         dsbd_cli.generate(pair[0], IDS)
+
+
+def test_one_beam_asked_for_is_one_beam(pair: tuple[Any, Any]) -> None:
+    target, draft = pair
+    run: dict[str, Any] = {"custom_generate": dsbd_cli.generate, "draft_model": draft, "max_new_tokens": 10}
+    greedy = target.generate(IDS, max_new_tokens=10).tolist()
+    four = target.generate(IDS, num_beams=4, max_new_tokens=10).tolist()
+    assert greedy != four
+    for method in ("beam", "dsbd"):
+        assert target.generate(IDS, method=method, num_beams=1, **run).tolist() == greedy
+        assert target.generate(IDS, method=method, **run).tolist() == four  # not said: the default
+
+
+def test_autocast_is_served(pair: tuple[Any, Any]) -> None:
+    """Keys come in float32 there and values in bfloat16; the text is that of the model's own generate."""
+    target, draft = pair
+    own: dict[str, Any] = {"max_new_tokens": 8, "num_beams": 3}
+    with torch.autocast("cpu", dtype=torch.bfloat16), pytest.warns(UserWarning, match="autocast is on"):
+        theirs = target.generate(IDS, **own).tolist()
+        for method in ("beam", "dsbd"):
+            ours = target.generate(
+                IDS, custom_generate=dsbd_cli.generate, method=method, draft_model=draft, **own
+            )
+            assert ours.tolist() == theirs, method
+    plain = target.generate(IDS, custom_generate=dsbd_cli.generate, method="beam", **own).tolist()
+    assert plain == target.generate(IDS, **own).tolist()
+
+
+def test_a_mask_of_another_length_is_named(pair: tuple[Any, Any]) -> None:
+    for shape in ((1, 6), (1, 2), (2, 4)):
+        said = rf"attention_mask .*has the shape {re.escape(str(list(shape)))} and input_ids \[1, 4\]: give one"
+        with pytest.raises(UserError, match=said):
+            pair[0].generate(IDS, custom_generate=dsbd_cli.generate, method="beam", max_new_tokens=4,
+                             attention_mask=torch.ones(shape, dtype=torch.long))  # fmt: skip
+
+
+class _Halved(torch.nn.Module):
+    """A linear layer with weights of 8 bits, as quantizers put in a Linear's place."""
+
+    def __init__(self, linear: Any) -> None:
+        super().__init__()
+        scale = linear.weight.abs().amax(1, keepdim=True) / 127
+        self.register_buffer("packed", (linear.weight / scale).round().to(torch.int8))
+        self.register_buffer("scale", scale.detach())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ (self.packed.float() * self.scale).T  # type: ignore[operator]
+
+
+def _replaced(model: Any) -> None:
+    for module in model.modules():
+        for name, child in list(module.named_children()):
+            if type(child) is torch.nn.Linear:
+                setattr(module, name, _Halved(child))
+
+
+def _dynamic(model: Any) -> None:
+    torch.ao.quantization.quantize_dynamic(model, {torch.nn.Linear}, inplace=True)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("change", [_replaced, _dynamic])
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_quantized_layers_are_served_by_the_models_own_forward(kind: str, when: str, change: Any) -> None:
+    model, draft = tiny(kind, 0), tiny("llama", 1)
+    run: dict[str, Any] = {"custom_generate": dsbd_cli.generate, "draft_model": draft, "max_new_tokens": 8}
+    if when == "after":
+        model.generate(IDS, method="beam", num_beams=3, **run)
+    change(model)
+    theirs = model.generate(IDS, num_beams=3, max_new_tokens=8).tolist()
+    for method in ("beam", "dsbd"):
+        # (A dynamic quantizer scales by all rows of a forward, so rows of a tree change each other.)
+        try:
+            assert model.generate(IDS, method=method, num_beams=3, **run).tolist() == theirs
+        except UserError as error:
+            assert change is _dynamic
+            assert "does not compute like single sequences" in str(error)
+    assert model.generate(IDS, method="multinomial", **run).tolist() == model.generate(IDS, max_new_tokens=8).tolist()
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("how", ["whole", *(pytest.param(how, marks=pytest.mark.slow) for how in ("forward", "a layer"))])
+def test_compiled_models_are_served(how: str) -> None:
+    model, draft = tiny("llama", 0), tiny("llama", 1)
+    own: dict[str, Any] = {"num_beams": 2, "max_new_tokens": 4}
+    theirs = model.generate(IDS, **own).tolist()
+    called = model
+    compiled: dict[str, Any] = {"backend": "eager"}
+    if how == "whole":
+        called = torch.compile(model, **compiled)
+    elif how == "forward":
+        model.forward = torch.compile(model.forward, **compiled)
+    else:
+        model.model.layers[0] = torch.compile(model.model.layers[0], **compiled)
+    ours = called.generate(IDS, custom_generate=dsbd_cli.generate, method="dsbd", draft_model=draft, **own)
+    assert ours.tolist() == theirs

@@ -143,8 +143,9 @@ class KVBuffer:
     def update(self, key: Tensor, value: Tensor, layer_idx: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         """Write `key`, `value` ([1, heads, N, size]) at `slots`; returns both up to `used`."""
         keys, values = self.buffers(layer_idx, key.shape[1], key.shape[3], value.shape[3], key)
-        keys.index_copy_(2, self.slots, key)
-        values.index_copy_(2, self.slots, value)
+        # (Under autocast keys and values come in two dtypes, and attention takes them in the shorter one.)
+        keys.index_copy_(2, self.slots, key.to(keys.dtype))
+        values.index_copy_(2, self.slots, value.to(values.dtype))
         return keys[:, :, : self.used], values[:, :, : self.used]
 
     def buffers(

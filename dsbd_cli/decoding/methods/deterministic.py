@@ -99,7 +99,8 @@ def beam_search(run: Run, early_stopping: str, length_penalty: float) -> Iterato
             inside = dict(zip(candidates, held, strict=True))
             verdicts = tuple(inside[node] for node in state.running)
             verified = Verified((), verdicts, all(verdicts))
-        run.commit(state.running, verified, len(run.layers_taken()))
+        # Where no beam goes on, the layer is what all of them ended with.
+        run.commit(state.running or candidates[: run.width], verified, len(run.layers_taken()))
         run.hypotheses.pool = state.finished
         return not state.done
 
