@@ -27,7 +27,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "speculative": {"method": "speculative", "forest": "full"},
     "beam": {"method": "beam"},
     "multinomial": {"method": "multinomial"},
-    "deterministic": {"deterministic": True},
+    "deterministic": {"deterministic": True, "forest": "full"},
 }
 
 
@@ -100,7 +100,7 @@ def test_the_answer_can_be_followed_through_the_nodes(traced: Callable[[str], Tr
     at, logprob = trace.iterations[0]["beams"][0]["id"], 0.0
     ids = trace.result["token_ids"]
     # Hugging Face's beam search keeps finished sequences apart from its layers of running ones.
-    for token in ids[:-1] if name == "deterministic" else ids:
+    for token in ids:
         node = committed[at, token]
         at, logprob = node["id"], logprob + node["logp"]
     if node["depth"] < len(ids):
