@@ -1,4 +1,7 @@
-"""Decoding settings: one frozen record, checked when it is made (docs/design.md sections 1 to 4)."""
+"""Decoding settings: one frozen record, checked when it is made (docs/design.md sections 1 to 4).
+
+One module, since every check reads the same list of fields.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""`dsbd distill`: make a draft for a target from the target alone, and measure any draft."""
+"""`dsbd distill`: make a draft for a target from the target alone, and measure any draft.
+
+One module, since most of it is the two commands' options.
+"""
 
 from __future__ import annotations
 

@@ -21,7 +21,9 @@ def quiet_transformers(*, downloads: bool = False) -> Iterator[None]:
     level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    fixed = constants.HF_HUB_DISABLE_PROGRESS_BARS is not None  # by the environment: to set it again only warns
+    fixed = (
+        constants.HF_HUB_DISABLE_PROGRESS_BARS is not None
+    )  # by the environment: to set it again only warns
     if downloads and not fixed:
         enable_progress_bars()
     try:

@@ -189,4 +189,7 @@ def test_settings_without_effect_are_noted(dsbd: Call, chatty: str) -> None:
     ran = dsbd("chat", *pair(chatty), "--min-width", "1", stdin=lines)
     assert ran.code == 0, ran.err
     said = [line for line in ran.err.splitlines() if "no effect" in line]
-    assert said == ["dsbd: min-width has no effect without a threshold", "dsbd: gamma has no effect with method beam"]
+    assert said == [
+        "dsbd: min-width has no effect without a threshold",
+        "dsbd: gamma has no effect with method beam",
+    ]

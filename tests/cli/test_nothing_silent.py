@@ -15,7 +15,17 @@ Models = Callable[..., str]
 
 @pytest.mark.parametrize("how", [[], ["--lines"]])
 def test_options_without_effect_are_noted(dsbd: Call, models: Models, how: list[str]) -> None:
-    command = ["generate", *how, *pair(models("says", "A")), "--method", "multinomial", "--seed", "1", "--kv", "one"]
+    command = [
+        "generate",
+        *how,
+        *pair(models("says", "A")),
+        "--method",
+        "multinomial",
+        "--seed",
+        "1",
+        "--kv",
+        "one",
+    ]
     ran = dsbd(*command, "--gamma", "3", stdin=b"hi\n")
     assert (ran.code, ran.text.strip().strip('"')) == (0, "A")
     assert "dsbd: gamma, kv have no effect with method multinomial" in ran.err.splitlines()
@@ -35,8 +45,12 @@ def test_what_a_preset_holds_yields_quietly(dsbd: Call, models: Models, tmp_path
 
 def test_a_revision_of_what_is_not_on_the_hub_is_refused(dsbd: Call, models: Models, tmp_path: Path) -> None:
     target = models("says", "A")
-    dsbd("generate", "hi", *pair(target), "--revision", "v1").refused("revision v1", target, "leave revision out")
-    dsbd("generate", "hi", *pair(target), "--draft-revision", "v1").refused("draft-revision v1", "draft", target)
+    dsbd("generate", "hi", *pair(target), "--revision", "v1").refused(
+        "revision v1", target, "leave revision out"
+    )
+    dsbd("generate", "hi", *pair(target), "--draft-revision", "v1").refused(
+        "draft-revision v1", "draft", target
+    )
     alone = ["generate", "hi", "--target", target, "--method", "beam"]
     dsbd(*alone, "--draft-revision", "v1").refused("draft-revision v1 without a draft")
     preset = tmp_path / "p.yaml"
@@ -80,8 +94,12 @@ def test_a_bench_says_what_is_wrong_with_a_file(dsbd: Call, models: Models, tmp_
         dsbd(*run, "--out", where).refused("--out", str(results), "is a file")
     dsbd("bench", "report", tmp_path, "--out", results).refused("--out", "is a file")
     dsbd("bench", "compare", tmp_path, tmp_path, "--out", results).refused("--out", "is a file")
-    for options, word in ((["--hf-limit", "2"], "--hf-limit"), (["--keep-distinct"], "--keep-distinct"),
-                          (["--sql-timeout", "9"], "--sql-timeout"), (["--judge-timeout", "9"], "--judge-timeout")):  # fmt: skip
+    for options, word in (
+        (["--hf-limit", "2"], "--hf-limit"),
+        (["--keep-distinct"], "--keep-distinct"),
+        (["--sql-timeout", "9"], "--sql-timeout"),
+        (["--judge-timeout", "9"], "--judge-timeout"),
+    ):
         dsbd(*run, *options, "--out", tmp_path / "new").refused(word)
     assert results.read_text() == "mine"
     assert not (tmp_path / "new").exists()
@@ -99,8 +117,14 @@ def test_a_team_of_one_process(dsbd: Call, models: Models, monkeypatch: pytest.M
     [
         (["--share", "0.5"], "--share has no effect without --prompts"),
         (["--only", "train", "--tokens", "5"], "--tokens has no effect with --only train"),
-        (["evaluate", "--draft", "x", "--save-answers", "y"], "--save-answers has no effect without --prompts"),
-        (["evaluate", "--draft", "x", "--answers", "y", "--seed", "1"], "--seed has no effect without --prompts"),
+        (
+            ["evaluate", "--draft", "x", "--save-answers", "y"],
+            "--save-answers has no effect without --prompts",
+        ),
+        (
+            ["evaluate", "--draft", "x", "--answers", "y", "--seed", "1"],
+            "--seed has no effect without --prompts",
+        ),
     ],
 )
 def test_distilling_takes_nothing_in_vain(dsbd: Call, tmp_path: Path, options: list[str], word: str) -> None:

@@ -227,7 +227,7 @@ def test_autocast_is_served(pair: tuple[Any, Any]) -> None:
     """Keys come in float32 there and values in bfloat16; the text is that of the model's own generate."""
     target, draft = pair
     own: dict[str, Any] = {"max_new_tokens": 8, "num_beams": 3}
-    with torch.autocast("cpu", dtype=torch.bfloat16), pytest.warns(UserWarning, match="autocast is on"):
+    with torch.autocast("cpu", dtype=torch.bfloat16), pytest.warns(UserWarning, match="autocast is on"):  # noqa: PT031
         theirs = target.generate(IDS, **own).tolist()
         for method in ("beam", "dsbd"):
             ours = target.generate(
@@ -240,7 +240,9 @@ def test_autocast_is_served(pair: tuple[Any, Any]) -> None:
 
 def test_a_mask_of_another_length_is_named(pair: tuple[Any, Any]) -> None:
     for shape in ((1, 6), (1, 2), (2, 4)):
-        said = rf"attention_mask .*has the shape {re.escape(str(list(shape)))} and input_ids \[1, 4\]: give one"
+        said = (
+            rf"attention_mask .*has the shape {re.escape(str(list(shape)))} and input_ids \[1, 4\]: give one"
+        )
         with pytest.raises(UserError, match=said):
             pair[0].generate(IDS, custom_generate=dsbd_cli.generate, method="beam", max_new_tokens=4,
                              attention_mask=torch.ones(shape, dtype=torch.long))  # fmt: skip
@@ -287,12 +289,17 @@ def test_quantized_layers_are_served_by_the_models_own_forward(kind: str, when: 
             assert model.generate(IDS, method=method, num_beams=3, **run).tolist() == theirs
         except UserError as error:
             assert change is _dynamic
-            assert "does not compute like single sequences" in str(error)
-    assert model.generate(IDS, method="multinomial", **run).tolist() == model.generate(IDS, max_new_tokens=8).tolist()
+            assert "does not compute like single sequences" in str(error)  # noqa: PT017
+    assert (
+        model.generate(IDS, method="multinomial", **run).tolist()
+        == model.generate(IDS, max_new_tokens=8).tolist()
+    )
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("how", ["whole", *(pytest.param(how, marks=pytest.mark.slow) for how in ("forward", "a layer"))])
+@pytest.mark.parametrize(
+    "how", ["whole", *(pytest.param(how, marks=pytest.mark.slow) for how in ("forward", "a layer"))]
+)
 def test_compiled_models_are_served(how: str) -> None:
     model, draft = tiny("llama", 0), tiny("llama", 1)
     own: dict[str, Any] = {"num_beams": 2, "max_new_tokens": 4}

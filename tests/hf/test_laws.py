@@ -46,7 +46,9 @@ def answers(pair: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch, **options: A
 
     def play(sampler: Any) -> Path:
         monkeypatch.setattr("dsbd_cli.generation.SeededSampler", lambda seed, stream: sampler)
-        out = target.generate(IDS, custom_generate=dsbd_cli.generate, draft_model=draft, do_sample=True, **options)
+        out = target.generate(
+            IDS, custom_generate=dsbd_cli.generate, draft_model=draft, do_sample=True, **options
+        )
         path = out[0, IDS.shape[1] :].tolist()
         return tuple(path[: path.index(EOS) + 1] if EOS in path else path)
 
@@ -56,7 +58,11 @@ def answers(pair: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch, **options: A
 @pytest.mark.parametrize("method", ["multinomial", "speculative", "specinfer"])
 @pytest.mark.parametrize("t", [T(1.0, 0, 1.0), T(0.7, 3, 0.9)])
 def test_one_beam(
-    pair: tuple[Any, Any], law: Callable[[Path], np.ndarray], monkeypatch: pytest.MonkeyPatch, method: str, t: T
+    pair: tuple[Any, Any],
+    law: Callable[[Path], np.ndarray],
+    monkeypatch: pytest.MonkeyPatch,
+    method: str,
+    t: T,
 ) -> None:
     options = {"tree": (2,)} if method == "specinfer" else {"gamma": 1} if method == "speculative" else {}
     got = answers(pair, monkeypatch, method=method, max_new_tokens=2, temperature=t[0], top_k=t[1], top_p=t[2],
