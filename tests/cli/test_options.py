@@ -119,6 +119,7 @@ def test_the_best_token_always_survives(dsbd: Call, rand_pair: list[str], method
         (["--kv", "two"], ["kv"]),
         (["--seed", "-1"], ["seed"]),
         (["--stop", ""], ["stop"]),
+        (["--stop", "a\ufffd"], ["stop", "U+FFFD"]),
         (["--length-penalty", "nan"], ["length-penalty"]),
         (["--repetition-penalty", "1.2"], ["repetition-penalty"]),
         (["--min-p=0.1"], ["min-p", "top-p"]),
