@@ -22,7 +22,7 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parents[1]
 PROMPT = "Why is the sky blue?"
-# Prints one JSON list of [stage, wall seconds, CPU seconds] on stderr; runs in checkouts without `loading.ready` too.
+# Prints one JSON list of [stage, wall seconds, CPU seconds] on stderr; runs in older checkouts too.
 STAGES = """
 import gc, json, os, sys, time
 gc.disable()
@@ -38,6 +38,11 @@ mark("command line")
 chosen = options.chosen_from({"seed": 1})
 chosen.check()
 mark("checks before torch")
+try:
+    from dsbd_cli.loading.ready import quick_torch
+    quick_torch.import_torch()
+except ImportError:
+    pass
 import torch
 mark("import torch")
 import dsbd_cli.decoder, dsbd_cli.loading.pair

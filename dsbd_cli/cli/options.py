@@ -288,12 +288,17 @@ def _open(spec: Any, settings: Settings, wanted: bool) -> Decoder:
 
 
 def _opened(spec: Any, settings: Settings, wanted: bool) -> Decoder:
-    from dsbd_cli.decoder import Decoder
     from dsbd_cli.loading import load_pair
     from dsbd_cli.loading.progress import TerminalProgress
     from dsbd_cli.loading.ready import pair as ready
 
-    if (known := ready.load(spec, need_draft=wanted)) is not None:
+    known = ready.load(
+        spec, need_draft=wanted
+    )  # before anything that imports torch: it may not need all of it
+
+    from dsbd_cli.decoder import Decoder
+
+    if known is not None:
         return Decoder(known, settings)
     with TerminalProgress() as progress:
         pair = load_pair(spec, need_draft=wanted, progress=progress)

@@ -334,6 +334,8 @@ PROGRAM = """
 import sys
 from dsbd_cli.cli.main import run
 code = run(sys.argv[2:])
+from dsbd_cli.loading.ready import quick_torch
+assert "torch._meta_registrations" in quick_torch.waiting(), quick_torch.waiting()
 print(code, *[name for name in sys.argv[1].split() if name in sys.modules], file=sys.stderr)
 """
 
@@ -349,3 +351,5 @@ def test_a_run_imports_what_it_needs(spec: PairSpec, cache: Path) -> None:
         capture_output=True, text=True, check=True, stdin=subprocess.DEVNULL,
     )  # fmt: skip
     assert ran.stderr.splitlines()[-1] == "0", ran.stderr
+    full = Decoder(load_pair(spec)).generate("hi", Settings(seed=1, max_new_tokens=4), energy=False)
+    assert ran.stdout == full.text + "\n"

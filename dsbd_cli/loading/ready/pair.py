@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dsbd_cli.loading.cache import cache_root
-from dsbd_cli.loading.ready import file, key
+from dsbd_cli.loading.ready import file, key, quick_torch
 from dsbd_cli.loading.ready.packed import Place
 from dsbd_cli.loading.source import SHARED_WEIGHTS, Source, parse_source
 from dsbd_cli.loading.spec import PairSpec
@@ -46,6 +46,7 @@ def load(spec: PairSpec, *, need_draft: bool = True, cache_dir: str | Path | Non
     if found is None:
         return None
     try:
+        quick_torch.import_torch()
         return _assemble(spec, want_draft, sources, cache, *found)
     except Exception:  # whatever is wrong with the files, a full load says it
         return None
