@@ -16,7 +16,7 @@ import yaml
 from dsbd_cli.errors import UserError
 from dsbd_cli.loading.spec import SPEC_FIELDS, PairSpec
 from dsbd_cli.settings import FIELDS, MOST, SAMPLING_ONLY, Settings, near
-from dsbd_cli.strict_yaml import read_mapping, refuse
+from dsbd_cli.strict_yaml import means_itself, read_mapping, refuse
 
 DEFAULT_PRESET = "smol"
 _SUFFIXES = (".yaml", ".yml")
@@ -189,11 +189,18 @@ def _sweep(path: Path, value: Any, lines: dict[str, int]) -> dict[str, Any]:
 
 
 class _Dumper(yaml.SafeDumper):
-    """Lists on one line; words that YAML 1.1 would read as something else are quoted by SafeDumper."""
+    """Lists on one line; texts that a reader would take for something else quoted, control characters escaped."""
 
 
 def _flow(dumper: yaml.SafeDumper, value: Any) -> yaml.Node:
     return dumper.represent_sequence("tag:yaml.org,2002:seq", value, flow_style=True)
 
 
+def _text(dumper: yaml.SafeDumper, value: str) -> yaml.Node:
+    # SafeDumper quotes what YAML 1.1 would read otherwise, but writes U+0085, a line's end there, as it is.
+    plain = value.isprintable() and means_itself(value)
+    return dumper.represent_scalar("tag:yaml.org,2002:str", value, style=None if plain else '"')
+
+
 _Dumper.add_representer(list, _flow)
+_Dumper.add_representer(str, _text)

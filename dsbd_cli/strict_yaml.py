@@ -105,6 +105,15 @@ def _mappings(node: yaml.Node) -> Iterator[yaml.MappingNode]:
             yield from _mappings(value)
 
 
+def means_itself(text: str) -> bool:
+    """Whether `text`, written plainly, is read back as this text and not as a number, a truth or nothing."""
+    loader = _Loader("")
+    try:
+        return bool(loader.resolve(yaml.ScalarNode, text, (True, False)) == "tag:yaml.org,2002:str")
+    finally:
+        loader.dispose()
+
+
 def refuse(path: Path, line: int | None, what: str) -> NoReturn:
     """Raise a UserError that begins with the place."""
     raise UserError(f"{path}{f', line {line}' if line else ''}: {what}") from None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from pathlib import Path
 
@@ -260,6 +261,19 @@ def test_what_is_shown_reads_back(write, tmp_path, text):
     preset = load_preset(write(f"target: org/t\n{text}\n"))
     again = load_preset(write(to_yaml(preset), "again.yaml"))
     assert (again.pair, again.settings) == (preset.pair, preset.settings)
+
+
+@pytest.mark.parametrize("text", [
+    "\x85", "a\x85b", "1e3", "1e-5", "010", "1_000", "0x10", "12:30", "2024-01-01", "yes", "null", "~", "", " ", "\n",
+    "\r\n", "\t", "a: b", "- a", "#", "é", "日本", "\u2028", "\ufeff", "\xa0", "\x7f", "'", '"', "\\", "\\x85", "{a}",
+    "%", "!t", "&a", "*a",
+])  # fmt: skip
+def test_texts_are_shown_so_that_they_read_back(write, text):
+    stop = (text,) if text else ("end",)
+    shipped = load_preset("smol")
+    mine = dataclasses.replace(shipped, settings=shipped.settings.merged({"stop": stop, "system": text}))
+    again = load_preset(write(to_yaml(mine)))
+    assert (again.settings.stop, again.settings.system) == (stop, text)
 
 
 def test_list_in_a_pipe_is_plain():

@@ -78,16 +78,10 @@ def prune(target: Any, keep: Sequence[int]) -> Any:
 
 
 def shared_names(model: Any) -> set[str]:
-    """Names of the parameters the target lends: input embeddings, head, learned positions."""
+    """Names of the parameters the target lends: input embeddings and head, as `loading.shared` takes them."""
     lent = {id(model.get_input_embeddings().weight)}
     head = model.get_output_embeddings()
     lent |= {id(p) for p in head.parameters()} if head is not None else set()
-    layers, _ = layer_list(model)
-    lent |= {
-        id(module.weight)
-        for name, module in model.named_modules()
-        if isinstance(module, nn.Embedding) and not name.startswith(layers)
-    }
     return {name for name, p in model.named_parameters(remove_duplicate=False) if id(p) in lent}
 
 
@@ -152,11 +146,13 @@ def load_shared_draft(folder: Path, target: Any) -> Any:
         state = dequantised(folder / LAYERS_FILE)
     except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{folder}: not a draft with shared embeddings: {error}") from error
-    if config.get("hidden_size") != target.config.hidden_size:
+    # By the config's class, which knows what an architecture calls these.
+    own = type(target.config).from_dict(config)
+    if own.hidden_size != target.config.hidden_size:
         raise UserError(
             f"{folder}: its hidden size differs from the target's, so it cannot share its embeddings"
         )
-    draft = prune(target, [0] * int(config["num_hidden_layers"]))
+    draft = prune(target, [0] * int(own.num_hidden_layers))
     missing = {n for n, _ in draft.named_parameters()} - set(state) - shared_names(draft)
     if missing:
         raise UserError(f"{folder}: {len(missing)} weights are missing, such as {min(missing)}")

@@ -95,6 +95,19 @@ def test_a_shared_draft_is_the_same_model_in_the_product(target: Any, tmp_path: 
     assert not any("embed" in name or "lm_head" in name for name in names)
 
 
+@pytest.mark.parametrize("kind", ["gpt2", "opt", "gpt_neox"])
+def test_a_shared_draft_of_an_architecture_with_names_of_its_own(kind: str, tmp_path: Path) -> None:
+    """GPT-2's config says n_embd and n_layer."""
+    target = builders.rand(tmp_path / "target", kind).eval()
+    drafts.save_draft(drafts.prune(target, [0, 1]), tmp_path / "draft", share_embeddings=True)
+    here = drafts.load_shared_draft(tmp_path / "draft", target)
+    assert (logits(here) - logits(target)).abs().mean() < 0.03 * logits(target).std()
+    names = {role: str(tmp_path / role) for role in ("target", "draft")}
+    pair = load_pair(PairSpec(**names, target_dtype="float32", draft_dtype="float32"))
+    assert pair.draft is not None
+    assert torch.equal(logits(here), logits(pair.draft.model))
+
+
 def test_an_ordinary_draft_is_a_folder_of_its_own(target: Any, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 

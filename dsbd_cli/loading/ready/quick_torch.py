@@ -22,8 +22,8 @@ import types
 from collections.abc import Callable, Sequence
 from typing import Any
 
-# An unknown torch is imported as it is: its parts may lean on each other otherwise.
-_VERSIONS = ("2.11", "2.12", "2.13")
+# Any other torch, tried with none of them, is imported as it is: its parts may lean on each other otherwise.
+_VERSIONS = ("2.13",)
 # What nothing else needs while torch is imported; a name that a version has not is never asked for.
 _LATER = frozenset((
     "torch._higher_order_ops", "torch._meta_registrations", "torch._native", "torch._size_docs",
