@@ -32,6 +32,9 @@ class Loaded:
     def resolve(self) -> tuple[Any, Settings]:
         return None, self._settings
 
+    def in_vain(self) -> list[str]:
+        return []
+
     def sources(self) -> dict[str, Any]:
         return {}
 

@@ -84,9 +84,9 @@ def test_a_line_of_stdin_reaches_all_and_what_is_wrong_with_it_too(models: Model
 @pytest.mark.parametrize(
     ("command", "words"),
     [
-        (["generate", "hi", "--tensor-parallel", "2"], "there is 1: torchrun --nproc-per-node 2"),
+        (["generate", "hi", "--tensor-parallel", "2"], "started alone: torchrun --nproc-per-node 2"),
         (["generate", "hi", "--tensor-parallel", "0"], "must be at least 1"),
-        (["chat", "--tensor-parallel", "2"], "there is 1: torchrun"),
+        (["chat", "--tensor-parallel", "2"], "started alone: torchrun"),
         (["tune", "--tensor-parallel", "2"], "leave --tensor-parallel out"),
     ],
 )
