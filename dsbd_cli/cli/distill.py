@@ -147,9 +147,10 @@ def run(
 
 def _refuse_unread(context: typer.Context, name: str, unread: bool, why: str) -> None:
     """Refuse an option that was given where nothing reads it."""
+    from dsbd_cli.cli.options import was_given
     from dsbd_cli.errors import UserError
 
-    if unread and getattr(context.get_parameter_source(name), "name", "") == "COMMANDLINE":
+    if unread and was_given(context, name):
         raise UserError(f"--{name.replace('_', '-')} has no effect {why}: leave it out")
 
 

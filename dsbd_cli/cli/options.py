@@ -162,6 +162,11 @@ REFUSED = {
 _SPEC = {"revision", "draft_revision", "trust_remote_code", "quantization", "device_map", "tensor_parallel"}
 
 
+def was_given(context: typer.Context, name: str) -> bool:
+    """Whether the command line names this option, rather than leaving it at its default."""
+    return getattr(context.get_parameter_source(name), "name", "") == "COMMANDLINE"
+
+
 @dataclass(frozen=True)
 class Chosen:
     """What the command line says about models and settings; unset options are absent.

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from dsbd_cli.cli.options import was_given
 from dsbd_cli.cli.output import note
 from dsbd_cli.errors import UserError
 from dsbd_cli.paths import refuse_foreign, refuse_special, refuse_unwritable, write_whole
@@ -33,8 +34,7 @@ def trace(
     """Show a recorded run: what was drafted, accepted, rejected and drawn anew, iteration by iteration."""
     from dsbd_cli.trace.read import read_trace
 
-    source = context.get_parameter_source("delay")
-    if html is not None and getattr(source, "name", "") == "COMMANDLINE":
+    if html is not None and was_given(context, "delay"):
         raise UserError("--delay has no effect beside --html, which replays nothing: leave it out")
     recorded = read_trace(file)
     try:
