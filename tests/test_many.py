@@ -71,8 +71,11 @@ def captured(decoder: Decoder) -> Decoder:
     other = Decoder(decoder.pair, decoder.settings)
     vocab = decoder.pair.vocab_size
     assert decoder.pair.draft is not None
+    assert decoder.draft is not None
     other.target = HfTreeModel(decoder.pair.target, vocab_size=vocab, graphs=True)
-    other.draft = HfTreeModel(decoder.pair.draft, vocab_size=vocab, role="draft", graphs=True)
+    # In the decoder's own arithmetic: what `speculative` keeps depends on what the draft thinks.
+    int8 = decoder.draft.tree_forward.int8
+    other.draft = HfTreeModel(decoder.pair.draft, vocab_size=vocab, role="draft", graphs=True, int8=int8)
     return other
 
 

@@ -142,8 +142,9 @@ def test_torchrun_shares_the_prompts_out(models: Models, tmp_path: Path) -> None
     source = tmp_path / "in.txt"
     source.write_text("".join(f"prompt {index}\n" for index in range(5)))
     target = pair(models("rand"), models("rand", seed=1))
+    # Full forests: others follow how many prompts are under way in a process, and the statistics follow them.
     command: list[str | Path] = ["generate", *target, "--input", source, "--max-new-tokens", "5", "--seed", "2",
-                                 "--output"]  # fmt: skip
+                                 "--forest", "full", "--output"]  # fmt: skip
     ranks = [
         subprocess.Popen(program(*command, tmp_path / "shared.jsonl"), stderr=subprocess.PIPE,
                          env=environment(RANK=str(rank), WORLD_SIZE="2", LOCAL_RANK=str(rank)))

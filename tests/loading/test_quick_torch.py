@@ -63,6 +63,10 @@ def plain() -> str:
     return fresh(REPORT)
 
 
+known = pytest.mark.skipif(not quick_torch.serves(), reason="this version of torch is imported whole")
+
+
+@known
 @pytest.mark.parametrize("how", TOUCH)
 def test_whoever_wants_more_of_torch_gets_all_of_it(how: str, plain: str) -> None:
     more = fresh(f"{QUICK}\n{TOUCH[how]}\n{AFTER}\n{REPORT}").splitlines()
@@ -88,6 +92,7 @@ print(there.tolist())
 """
 
 
+@known
 def test_transformers_after_a_quick_import(tmp_path: Path) -> None:
     import torch
     from transformers import AutoModelForCausalLM

@@ -335,7 +335,7 @@ import sys
 from dsbd_cli.cli.main import run
 code = run(sys.argv[2:])
 from dsbd_cli.loading.ready import quick_torch
-assert "torch._meta_registrations" in quick_torch.waiting(), quick_torch.waiting()
+assert ("torch._meta_registrations" in quick_torch.waiting()) is quick_torch.serves(), quick_torch.waiting()
 print(code, *[name for name in sys.argv[1].split() if name in sys.modules], file=sys.stderr)
 """
 

@@ -48,12 +48,15 @@ _waiting: dict[str, tuple[types.ModuleType, importlib.abc.Loader]] = {}
 _alone = False  # whether a module is executed by itself when it is touched: while others are being executed
 
 
+def serves() -> bool:
+    """Whether the installed torch is of a version that is known here."""
+    return importlib.metadata.version("torch").startswith(tuple(f"{version}." for version in _VERSIONS))
+
+
 def import_torch() -> None:
     """Import torch, what decoding needs of it; nothing where torch is there already or of an unknown version."""
     global _alone
-    if "torch" in sys.modules:
-        return
-    if not importlib.metadata.version("torch").startswith(tuple(f"{version}." for version in _VERSIONS)):
+    if "torch" in sys.modules or not serves():
         return
     sys.meta_path.insert(0, _FINDER)
     _alone = True
