@@ -124,12 +124,17 @@ class Generation:
 
     def _start(self) -> Run:
         target, settings, trie = self.target, self.settings, self.trie
-        target.prefill(self.ids, trie.root, top_n=top_n_needed(settings, len(trie.eos_ids)), reuse=self.reuse)
+        top_n = top_n_needed(settings, len(trie.eos_ids))
+        # Both prompts are under way before either is waited for.
+        behind = {"wait": False} if self.draft is not None else {}
+        target.prefill(self.ids, trie.root, top_n=top_n, reuse=self.reuse, **behind)
         prices, later = self.prices(), False
         if self.draft is not None:
             later = not self.draft.captured and draft_can_wait(settings, prices)
             top_n = draft_processor(settings).top_n
-            self.draft.prefill(self.ids, trie.root, top_n=top_n, reuse=self.reuse, later=later)
+            idle = not target.captured or target.device != self.draft.device
+            self.draft.prefill(self.ids, trie.root, top_n=top_n, reuse=self.reuse, later=later, idle=idle)
+            target.settle()
         samplers = SeededSampler(self.seed, 0), SeededSampler(self.seed, 1)
         choice = self.decoder.choose(settings, target, self.draft, trie, samplers[1])
         run = start(

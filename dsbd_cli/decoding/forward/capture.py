@@ -170,6 +170,7 @@ class Captures:
         self._pointers: tuple[Any, ...] = ()
         self._graphs: list[Any] | None = None
         self._captures: dict[Hashable, Capture] = {}
+        self._met: set[Hashable] = set()
 
     def __len__(self) -> int:
         return len(self._captures)
@@ -189,29 +190,34 @@ class Captures:
             self.release()
             self._pointers = pointers
 
-    def launch(self, key: Hashable, request: Tensor, steps: Steps) -> InFlight:
+    def launch(self, key: Hashable, request: Tensor, steps: Steps, *, rare: bool = False) -> InFlight:
         """Run `steps` on `request` without waiting; the first output is on its way to the host.
 
         Args:
             key: the same key means the same shapes and the same operations.
             steps: from the inputs on the device to the outputs, all of fixed shapes; must allow for
                 being run several times in a row.
+            rare: capture them when their key comes for the second time; a capture costs as much as three runs.
 
         Raises:
             CannotCapture, OutOfMemory: nothing is in flight of it.
         """
-        capture, flight = self._run(key, request, steps)
+        capture, flight = self._run(key, request, steps, rare)
         flight.launched(capture.outputs[0])
         return flight
 
-    def run(self, key: Hashable, request: Tensor, steps: Steps) -> list[Tensor]:
+    def run(self, key: Hashable, request: Tensor, steps: Steps, *, rare: bool = False) -> list[Tensor]:
         """Like `launch`, but the outputs stay on the device, valid until the next call."""
-        return self._run(key, request, steps)[0].outputs
+        return self._run(key, request, steps, rare)[0].outputs
 
-    def _run(self, key: Hashable, request: Tensor, steps: Steps) -> tuple[Capture, InFlight]:
+    def _run(self, key: Hashable, request: Tensor, steps: Steps, rare: bool) -> tuple[Capture, InFlight]:
         """Capture or replay: the one place where what the device says of it gets a type."""
         try:
             capture = self._captures.get(key)
+            if capture is None and rare and key not in self._met:
+                self._met.add(key)
+                capture = self._uncaptured(request, steps)
+                return capture, capture.next_turn()
             if capture is None:
                 capture = self._captures[key] = self._capture(request, steps)
                 return capture, capture.next_turn()
@@ -234,6 +240,12 @@ class Captures:
         outputs, replay = self._captured(lambda: steps(inputs))
         turns = [InFlight(inputs, outputs[0], self.device, self.clock) for _ in range(self._turns)]
         return Capture(inputs, outputs, replay, turns)
+
+    def _uncaptured(self, request: Tensor, steps: Steps) -> Capture:
+        """`steps`, run as they are, once."""
+        inputs = request.to(self.device, copy=True)
+        outputs = steps(inputs)
+        return Capture(inputs, outputs, lambda: None, [InFlight(inputs, outputs[0], self.device, self.clock)])
 
     def _captured(self, steps: Callable[[], list[Tensor]]) -> tuple[list[Tensor], Callable[[], None]]:
         """Run `steps`; their outputs, and what runs them again into these."""

@@ -8,6 +8,7 @@ row of logits. In go seven integers a node, out comes one small block.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -17,10 +18,13 @@ from torch import Tensor
 from dsbd_cli.decoding.cache.buffers import SPARE, Span
 from dsbd_cli.decoding.cache.logits import Best, finite_logits, log_probabilities, pack, unpack
 from dsbd_cli.decoding.cache.tree_cache import Plan, TreeCache
+from dsbd_cli.decoding.forward.attention import without_planning
 from dsbd_cli.decoding.forward.capture import Captures, InFlight, OverlapClock, slots_to_see
 from dsbd_cli.decoding.forward.outcomes import TooLarge
 
 NODE_BUCKETS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64)
+# Prompts are padded to these; longer ones keep a device busy without being captured.
+PROMPT_BUCKETS = (32, 64, 96, 128, 160, 192, 256, 320, 384, 448, 512, 640, 768, 896, 1024)
 PLAN_ROWS = 7  # ids, positions, slots, mask rows, base rows, who sees whom as 64 bits, slots in use
 
 
@@ -51,6 +55,19 @@ def pad(plan: Plan, size: int) -> np.ndarray:
     return packed
 
 
+def _padded_prompt(plan: Plan, size: int) -> Tensor:
+    """A whole prompt as int64 [5, size]: ids, positions, slots to write, slots that its mask row sees; mask row, last
+    token's place. Padded tokens write to the spare slot."""
+    count = len(plan)
+    packed = np.zeros((5, size), dtype=np.int64)
+    packed[:3, :count] = plan.ids, plan.positions, plan.slots
+    packed[2, count:] = SPARE
+    packed[3] = plan.slots[-1]
+    packed[3, :count] = plan.slots
+    packed[4, :2] = plan.mask_rows[0], count - 1
+    return torch.from_numpy(packed)
+
+
 def seen_inside(bits: Tensor) -> Tensor:
     """bool [N, N] from N words of 64 bits."""
     return ((bits[:, None] >> torch.arange(len(bits), device=bits.device)) & 1).bool()
@@ -67,7 +84,8 @@ class GraphForward:
         clock: the model's.
 
     Attributes:
-        captures: by (nodes, slots to see, entries of each row of logits).
+        captures: by (nodes, slots to see, entries of each row of logits); of prompts by (`prompt`, tokens, entries).
+        prompts: whether whole prompts are captured as well; taken back where that failed.
     """
 
     def __init__(
@@ -75,6 +93,7 @@ class GraphForward:
     ) -> None:
         self.forward, self.tree, self.vocab = forward, tree, vocab
         self.captures = Captures(device, clock, breaks=(forward,))
+        self.prompts = True
 
     def launch(self, plan: Plan, count: int) -> InFlight:
         """Launch the forward of `plan` for the `count` best entries of every node's row; waits for nothing.
@@ -95,6 +114,47 @@ class GraphForward:
         outputs = self.captures.run(key, self._packed(plan, key[0]), lambda inputs: self._steps(inputs, *key))
         return outputs[1][: len(plan)]
 
+    def takes_prompt(self, count: int) -> bool:
+        """Whether a whole prompt of `count` tokens, in slots 1, 2, ..., is one capture too.
+
+        Its tokens are then padded behind, where no token of the prompt looks.
+        """
+        if not self.prompts or not self.forward.takes_spans or not self.forward.needs_no_mask(0):
+            return False
+        return count <= PROMPT_BUCKETS[-1] and node_bucket(count, PROMPT_BUCKETS) < self.tree.cache.capacity
+
+    def launch_prompt(self, plan: Plan, count: int) -> InFlight:
+        """Launch a whole prompt for the `count` best entries of its last token's row; waits for nothing.
+
+        A length that comes for the first time runs uncaptured, padded all the same: one prompt, one result.
+
+        Raises:
+            CannotCapture, OutOfMemory: nothing was computed.
+        """
+        key = self._prompt_key(plan, min(count, self.vocab))
+        packed = _padded_prompt(plan, key[1])
+        return self.captures.launch(key, packed, lambda inputs: self._prompt_steps(inputs, key[2]), rare=True)
+
+    def prompt_logits(self, plan: Plan) -> Tensor:
+        """Forward a whole prompt; the logits [1, V'] of its last token. Raises like `launch_prompt`."""
+        key = self._prompt_key(plan, 0)
+        packed = _padded_prompt(plan, key[1])
+        return self.captures.run(key, packed, lambda inputs: self._prompt_steps(inputs, 0), rare=True)[1]
+
+    def _prompt_key(self, plan: Plan, size: int) -> tuple[str, int, int]:
+        self.captures.valid_for(self.tree.stores.pointers())
+        return "prompt", node_bucket(len(plan), PROMPT_BUCKETS), size
+
+    def _prompt_steps(self, inputs: Tensor, size: int) -> list[Tensor]:
+        """A whole prompt, on tensors of fixed shapes: best entries, logits."""
+        ids, positions, where, seen, (row, last) = *inputs[:4], inputs[4, :2].split(1)
+        cache, masks, count = self.tree.cache, self.tree.masks, len(ids)
+        cache.slots, cache.used, cache.spans = where, count + 1, (Span(0, count, 0, count + 1),)
+        with without_planning() if inputs.is_cuda else nullcontext():
+            logits = self.forward(cache, ids, positions, None, last)
+        masks.table.index_put_((row.expand(count), seen), masks.table.new_zeros(()))
+        return self._told(logits, size)
+
     def _key(self, plan: Plan, size: int) -> tuple[int, int, int]:
         self.captures.valid_for(self.tree.stores.pointers())
         return node_bucket(len(plan)), slots_to_see(self.forward, plan.used, self.tree.cache.capacity), size
@@ -109,7 +169,10 @@ class GraphForward:
         cache = self.tree.cache
         cache.slots, cache.used, cache.spans = where, slots, (Span(0, nodes, 0, slots),)
         cache.begins, cache.length = torch.zeros_like(used[:1]), used[:1]
-        logits = self.forward(cache, ids, positions, mask[:, :slots], 0)
+        return self._told(self.forward(cache, ids, positions, mask[:, :slots], 0), size)
+
+    def _told(self, logits: Tensor, size: int) -> list[Tensor]:
+        """The `size` best entries of each row (`pack`), and the rows."""
         if not size:
             return [logits[:0], logits]
         logps = log_probabilities(logits, self.vocab)

@@ -264,8 +264,9 @@ class HfTreeModel:
 
     @torch.inference_mode()
     def prefill(
-        self, ids: Sequence[int], root: Node, *, top_n: int = 0, reuse: bool = True, later: bool = False
-    ) -> None:
+        self, ids: Sequence[int], root: Node, *, top_n: int = 0, reuse: bool = True, later: bool = False,
+        idle: bool = True, wait: bool = True,
+    ) -> None:  # fmt: skip
         """Start a new tree behind the prompt `ids` (at least one), in one pass.
 
         Args:
@@ -274,10 +275,11 @@ class HfTreeModel:
             top_n: how many best entries of each node's logits will be asked for; 0 keeps full logits.
             reuse: take over the prefix that the last prompt or its answer shares with this one.
             later: read the prompt when the first forward needs it: a draft that is never asked never does.
+            idle: wait first for what a run that was left may have in flight; off behind a target that has.
+            wait: for what a captured prompt gives; off, `settle` does.
         """
         self.require_tree()
-        if self.graphs is not None and self.device.type == "cuda":
-            # A run that was left may have work in flight.
+        if idle and self.graphs is not None and self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()
         self._in_flight, self._short_of_memory = None, False
         self.clock.idle()
@@ -295,17 +297,27 @@ class HfTreeModel:
         self._unread = len(kept), ids, root
         if not later:
             self._read_prompt()
+        if wait:
+            self._wait()
+
+    @torch.inference_mode()
+    def settle(self) -> None:
+        """Wait for the prompt, where `prefill` did not."""
+        self._wait()
 
     def _read_prompt(self) -> None:
-        """Compute what of the prompt was left for later."""
+        """Compute what of the prompt was left for later; what a capture gives may be in flight."""
         if self._unread is None:
             return
         known, ids, root = self._unread
+        self._unread = None
         logits = torch.zeros(0)
         # Beyond a border of rope factors every part of the prompt has to see its whole length.
         chunk = len(ids) if self._long else _CHUNK
         for begin in range(known, len(ids), chunk):
             plan = self.tree.prompt_plan(begin, min(begin + chunk, len(ids)))
+            if len(plan) == len(ids) and self._replay_prompt(plan, root):
+                return
             slots = torch.tensor(plan.slots, device=self.device)
             end = begin + len(plan)
             if self._forward.needs_no_mask(begin) and self.tree.straight(end):
@@ -315,7 +327,6 @@ class HfTreeModel:
                 mask = self.tree.masks.causal(plan.mask_rows[0], slots)
             logits = self._compute(plan, slots, mask, 1)
         keep_logits(self.logits, [root], logits)
-        self._unread = None
 
     @torch.inference_mode()
     def forward(self, nodes: Iterable[Node]) -> None:
@@ -334,7 +345,9 @@ class HfTreeModel:
         wanted = dict.fromkeys(node for node in nodes if node not in self.logits)
         if not wanted:
             return
-        self._read_prompt()
+        if self._unread is not None:
+            self._read_prompt()
+            self._wait()
         batch = self.tree.missing(wanted)
         keep = [i for i, node in enumerate(batch) if node in wanted]
         plan = self.tree.plan(batch)
@@ -385,12 +398,35 @@ class HfTreeModel:
             self._no_graphs(f"capturing failed ({error})")
             return False
         except OutOfMemory as error:
-            self._short_of_memory = True  # until the next prompt
-            note = f"{self.role}: no CUDA graphs for now, no memory is left for them ({error})"
-            if note not in self.notes:
-                self.notes.append(note)
+            self._run_short(error)
             return False
         return True
+
+    def _replay_prompt(self, plan: Plan, root: Node) -> bool:
+        """Read the whole prompt by a captured graph, if there is one or can be."""
+        if self.graphs is None or not self.captured or self._long or not self.graphs.takes_prompt(len(plan)):
+            return False
+        try:
+            if self.logits.size:
+                self._in_flight = self.graphs.launch_prompt(plan, self.logits.size), [root], [0], 1
+            else:
+                keep_logits(self.logits, [root], self.graphs.prompt_logits(plan))
+        except CannotCapture as error:
+            self.graphs.prompts = False
+            self.notes.append(
+                f"{self.role}: prompts are read without CUDA graphs, capturing failed ({error})"
+            )
+            return False
+        except OutOfMemory as error:
+            self._run_short(error)
+            return False
+        return True
+
+    def _run_short(self, error: OutOfMemory) -> None:
+        self._short_of_memory = True  # until the next prompt
+        note = f"{self.role}: no CUDA graphs for now, no memory is left for them ({error})"
+        if note not in self.notes:
+            self.notes.append(note)
 
     def _wait(self) -> None:
         """Wait for a captured forward in flight, and keep its logits."""

@@ -154,6 +154,8 @@ def test_pipelined_iterations_go_on_through_growing_buffers(pair, monkeypatch):
         models = trees(pair, graphs)
         for model in models:
             model.tree = type(model.tree).alone(16, 4, model.dtype, model.device)
+            if model.graphs is not None:
+                model.graphs.tree = model.tree
         texts.append(said(finished(models, settings, 2, budget=80, eos=[])))
     assert texts[0] == texts[1]
     # A memory whose captures are all gone cannot be captured into again.

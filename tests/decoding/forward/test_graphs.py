@@ -12,6 +12,8 @@ from dsbd_cli.decoding.cache.logits import dense_joint
 from dsbd_cli.decoding.cache.tree_cache import Plan
 from dsbd_cli.decoding.forward.capture import Captures, slot_bucket
 from dsbd_cli.decoding.forward.graphs import NODE_BUCKETS, node_bucket, pad, seen_inside, why_not
+from dsbd_cli.decoding.forward.kernels import DenseLinear
+from dsbd_cli.decoding.forward.llama import LlamaForward
 from dsbd_cli.decoding.forward.outcomes import TooLarge
 from dsbd_cli.decoding.law.distribution import LogitsProcessor, Row, joint
 from dsbd_cli.decoding.model.hf_model import HfTreeModel
@@ -121,6 +123,8 @@ def test_a_device_short_of_memory_runs_as_it_is_until_the_next_prompt(tmp_path, 
 
     monkeypatch.setattr(Captures, "_capture", scarce)
     tree, root = HfTreeModel(rand(tmp_path), vocab_size=VOCAB, graphs=True), Node(-1, None)
+    assert tree.graphs is not None
+    tree.graphs.prompts = False  # the forwards behind them are meant
     note = "target: no CUDA graphs for now, no memory is left for them (CUDA out of memory. Tried to allocate 2 GiB)"
     for _ in range(2):
         tree.prefill([1, 2, 3], root, top_n=top_n)
@@ -159,3 +163,89 @@ def test_the_joint_on_the_device_is_the_law(temperature, top_p, levels):
         assert np.allclose(ours, law, rtol=1e-12, atol=0)
     with pytest.raises(ValueError, match="best entries"):
         dense_joint(scores, logps, LogitsProcessor(1.0, 5, 1.0))
+
+
+def as_on_a_device(model):
+    """With the forward that a device has, by tensor operations."""
+    tree = HfTreeModel(model, vocab_size=VOCAB, graphs=True)
+    tree._use(LlamaForward(model, DenseLinear, None))
+    tree._served = True
+    return tree
+
+
+@pytest.mark.parametrize("top_n", [0, 6])
+@pytest.mark.parametrize("prompts", [True, False])
+def test_whole_prompts_are_captured_when_their_bucket_comes_again(tmp_path, monkeypatch, top_n, prompts):
+    """Padded behind, run as they are the first time: the model's own logits, before the tree and below it."""
+    made, capture = [], Captures._capture
+    monkeypatch.setattr(Captures, "_capture", lambda self, *given: (made.append(1), capture(self, *given))[1])
+    model = rand(tmp_path, initializer_range=0.3)
+    tree = as_on_a_device(model)
+    assert tree.graphs is not None
+    tree.graphs.prompts = prompts
+    rng, sizes = random.Random(1), [5, 32, 33, 20, 1, 40, 64, 31]
+    for size in sizes:
+        ids, root = [rng.randrange(VOCAB) for _ in range(size)], Node(-1, None)
+        tree.prefill(ids, root, top_n=top_n, reuse=False)
+        node = Node(7, root)
+        tree.forward([node])
+        with torch.inference_mode():
+            rows = torch.log_softmax(model(torch.tensor([[*ids, 7]])).logits[0, -2:], -1)
+        for one, row in zip((root, node), rows, strict=True):
+            tokens, logps = tree.best(one, 6)
+            best = row.topk(6)
+            assert tokens.tolist() == best.indices.tolist()
+            assert np.abs(logps - best.values.numpy()).max() < 1e-4
+    # Two buckets, each captured when a second prompt of it came; and one tree forward.
+    assert len(made) == 1 + 2 * prompts
+
+
+def test_a_prompt_that_cannot_be_captured_is_read_as_it_is(tmp_path, monkeypatch):
+    capture = Captures._capture
+
+    def broken(self, request, steps):
+        if len(request) == 5:  # a prompt's
+            raise RuntimeError("operation not permitted when stream is capturing")
+        return capture(self, request, steps)
+
+    monkeypatch.setattr(Captures, "_capture", broken)
+    model = rand(tmp_path, initializer_range=0.3)
+    tree = as_on_a_device(model)
+    for _ in range(3):
+        root = Node(-1, None)
+        tree.prefill([1, 2, 3], root, top_n=2, reuse=False)
+        tree.forward([Node(4, root)])
+        with torch.inference_mode():
+            best = model(torch.tensor([[1, 2, 3]])).logits[0, -1].topk(2).indices.tolist()
+        assert tree.best(root, 2)[0].tolist() == best
+    assert tree.captured
+    assert tree.notes == [
+        "target: prompts are read without CUDA graphs, capturing failed (operation not permitted when stream is "
+        "capturing)"
+    ]
+
+
+def test_a_prompt_for_whose_capture_no_memory_is_left_is_read_as_it_is(tmp_path, monkeypatch):
+    def scarce(self, request, steps):
+        raise torch.cuda.OutOfMemoryError("CUDA out of memory")
+
+    model = rand(tmp_path, initializer_range=0.3)
+    tree = as_on_a_device(model)
+    monkeypatch.setattr(Captures, "_capture", scarce)
+    told = []
+    for _ in range(2):
+        root = Node(-1, None)
+        tree.prefill([1, 2, 3], root, top_n=2, reuse=False)
+        told.append((tree.best(root, 2)[0].tolist(), tree.captured))
+    assert told == [(told[0][0], True), (told[0][0], False)]
+
+
+def test_two_prompts_are_under_way_before_either_is_waited_for(tmp_path):
+    model = rand(tmp_path, initializer_range=0.3)
+    trees = [as_on_a_device(model) for _ in range(2)]
+    root = Node(-1, None)
+    trees[0].prefill([1, 2, 3], root, top_n=2, wait=False)
+    assert not trees[0].has_logits(root)
+    trees[1].prefill([1, 2, 3], root, top_n=2, idle=False)
+    trees[0].settle()
+    assert trees[0].best(root, 2)[0].tolist() == trees[1].best(root, 2)[0].tolist()

@@ -1,0 +1,52 @@
+"""Sums over processes: which way they take."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from dsbd_cli import one_shot
+from dsbd_cli.group import Group
+
+
+def test_small_sums_of_two_cards_take_the_short_way_and_no_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+    from torch import distributed
+
+    whole: list[Any] = []
+    monkeypatch.setattr(distributed, "all_reduce", whole.append)
+    group = Group(0, 2, ("cuda:0", "cuda:1"))
+    group.one_shot = SimpleNamespace(takes=lambda x: x.numel() < 4, sum=lambda x: 2 * x)  # type: ignore[assignment]
+    assert group.sum(torch.ones(3)).tolist() == [2, 2, 2]
+    assert not whole
+    assert group.sum(torch.ones(4)) is whole[0]
+
+
+@pytest.mark.parametrize("cards", [(), ("cuda:0", "cuda:1", "cuda:2")])
+def test_only_two_cards_of_one_host_have_it(cards: tuple[str, ...]) -> None:
+    assert one_shot.one_shot(cards, 0, lambda number: number) is None
+
+
+@pytest.mark.parametrize(("reach", "made"), [(False, True), (True, False), (True, True)])
+def test_both_have_it_or_neither(monkeypatch: pytest.MonkeyPatch, reach: bool, made: bool) -> None:
+    """What fails here, or on the other card, is no error: NCCL sums then."""
+    import torch
+
+    asked: list[int] = []
+
+    def least(number: int) -> int:
+        asked.append(number)
+        return number
+
+    def one() -> str:
+        if not made:
+            raise RuntimeError("no memory is shared here")
+        return "one shot"
+
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda own, other: reach)
+    monkeypatch.setattr(one_shot, "OneShot", one)
+    found = one_shot.one_shot(("cuda:0", "cuda:1"), 1, least)
+    assert found == ("one shot" if reach and made else None)
+    assert asked == [int(reach), *([int(made)] if reach else [])]
