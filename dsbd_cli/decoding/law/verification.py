@@ -167,7 +167,7 @@ def accept_sequentially(p: np.ndarray, q: np.ndarray, drafted: list[int], sample
         if accepted:
             return Verified((draw,), tuple(verdicts), True)
     held = np.minimum(p / rho, q)
-    (other,) = sampler.sample(residual(p, held * _looked_at(held.sum(), len(drafted))), 1)
+    (other,) = sampler.sample(residual(p, held * looked_at(held.sum(), len(drafted))), 1)
     return Verified((other,), tuple(verdicts), False)
 
 
@@ -187,7 +187,7 @@ def division_factor(p: np.ndarray, q: np.ndarray, draws: int) -> float:
     p, q = p[both], q[both]
 
     def valid(rho: float) -> bool:
-        return _looked_at(np.minimum(p / rho, q).sum(), draws) <= rho
+        return looked_at(np.minimum(p / rho, q).sum(), draws) <= rho
 
     low, high = 1.0, float(draws)
     if valid(low):  # one draw, or q below p wherever it has mass
@@ -198,7 +198,7 @@ def division_factor(p: np.ndarray, q: np.ndarray, draws: int) -> float:
     return high
 
 
-def _looked_at(beta: float, draws: int) -> float:
+def looked_at(beta: float, draws: int) -> float:
     """How many of k draws are looked at on average, each accepted with chance beta: (1 - (1 - beta)**k) / beta."""
     if beta <= 0:
         return float(draws)
