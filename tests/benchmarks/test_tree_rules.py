@@ -30,7 +30,7 @@ def test_chances_of_tokens_are_those_of_the_rule(rule: str) -> None:
             np.testing.assert_allclose(RULES[rule](p, q, draws), wanted, atol=1e-12, err_msg=name)
 
 
-@pytest.mark.parametrize("draft", ["good", "bad", "disjoint"])
+@pytest.mark.parametrize("draft", ["good", "bad"])
 @pytest.mark.parametrize("rule", RULES)
 def test_calls_of_a_text_are_those_of_the_engine(rule: str, draft: str) -> None:
     """E(target calls | text), over every text, from whole enumerated runs."""
@@ -49,7 +49,7 @@ def test_calls_of_a_text_are_those_of_the_engine(rule: str, draft: str) -> None:
     for (text, count), share in law_of(play).items():
         mass[text] += share
         calls[text] += share * count
-    assert len(mass) > 1
+    assert len(mass) > 5
     for text, share in mass.items():
         places = [place_of(target, proposal, text[:i], text[i], t) for i in range(len(text))]
         chances = [given_the_text(rule, draws, places) for draws in tree]
