@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from dsbd_cli.settings import ONE_BEAM_METHODS, Settings, width_from_target
+from dsbd_cli.settings import DEFAULT_TREE, ONE_BEAM_METHODS, Settings, width_from_target
 
 # Settings that not every method reads, by those that do.
 OF_METHOD: Mapping[str, tuple[str, ...]] = {
@@ -30,7 +30,7 @@ OF_METHOD: Mapping[str, tuple[str, ...]] = {
     ),
     "beam": ("width", "draws", "threshold", "width_rule", "min_width", "deterministic"),
     "speculative": ("gamma", "forest", "prices"),
-    "specinfer": ("tree",),
+    "specinfer": ("tree", "tree_rule"),
     "multinomial": (),
 }
 _OF_SOME = tuple(dict.fromkeys(name for names in OF_METHOD.values() for name in names))
@@ -51,6 +51,8 @@ def idle(settings: Settings) -> dict[str, str]:
         found |= {name: why for name in ("threshold", *_OF_WIDTH)}
     if settings.gamma == 0 and method in ("dsbd", "speculative"):
         found = {name: "with gamma 0" for name in _OF_FORESTS} | found
+    if method == "specinfer" and max(settings.tree or DEFAULT_TREE) == 1:
+        found["tree_rule"] = "with one draw a node"
     if settings.forest == "full":
         found = {"prices": "with forest full"} | found
     if settings.deterministic and method == "dsbd":

@@ -1,11 +1,15 @@
-"""A setting as people write it: on the command line, in a chat, in a sweep."""
+"""Settings as people write them, on the command line, in a chat, in a sweep, and as they are told in a few words."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from dsbd_cli.errors import UserError
-from dsbd_cli.settings import KINDS, NONE
+from dsbd_cli.settings import DEFAULT_TREE, KINDS, NONE
+
+_TREE_RULES = {"specinfer": "multi-step sampling", "spectr": "k-sequential (SpecTr)",
+               "rsd": "without replacement (RSD)"}  # fmt: skip
 
 
 def parse_setting(name: str, value: Any) -> Any:
@@ -31,3 +35,29 @@ def parse_setting(name: str, value: Any) -> Any:
         wanted = special.get(name, "a whole number" if kind.startswith("int") else "a number")
         raise UserError(f"--{name.replace('_', '-')} must be {wanted}, not {value!r}") from None
     return value
+
+
+def describe(values: Mapping[str, Any]) -> str:
+    """The method and the numbers that shape it, in a few words.
+
+    Args:
+        values: settings by name; those of a trace may lack what came later.
+    """
+    method, deterministic = values["method"], values["deterministic"]
+    parts = [method]
+    if method == "dsbd" and not deterministic:
+        parts.append(values["verify"])
+    if deterministic:
+        parts.append("deterministic")
+    if method in ("dsbd", "beam"):
+        parts.append(f"W {values['width']}")
+    if method in ("dsbd", "beam") and values.get("draws", "iid") != "iid":
+        parts.append(values["draws"])
+    if method == "dsbd":
+        parts.append(f"W_S {values['draft_width']}")
+    if method in ("dsbd", "speculative"):
+        parts.append(f"gamma {values['gamma']}")
+    if method == "specinfer":
+        parts.append(",".join(map(str, values["tree"] or DEFAULT_TREE)))
+        parts.append(_TREE_RULES[values.get("tree_rule", "specinfer")])
+    return " ".join(parts)

@@ -18,6 +18,7 @@ METHODS = ("dsbd", "beam", "speculative", "specinfer", "multinomial")
 VERIFY_RULES = ("paper", "continue", "cover")
 DRAWS = ("iid", "distinct")
 WIDTH_RULES = ("auto", "paper", "distinct")
+TREE_RULES = ("specinfer", "spectr", "rsd")
 EARLY_STOPPING = ("first", "heuristic", "never")
 KV_MODES = ("all", "one")
 FORESTS = ("adaptive", "full")
@@ -27,7 +28,7 @@ DEFAULT_TREE = (2, 2, 1)
 NONE = ("none", "null")  # how a number that may be absent is said to be so, in text
 MOST = 4096  # of anything that takes memory for each of them
 _CHOICES = {"method": METHODS, "verify": VERIFY_RULES, "draws": DRAWS, "width_rule": WIDTH_RULES,
-            "early_stopping": EARLY_STOPPING,
+            "early_stopping": EARLY_STOPPING, "tree_rule": TREE_RULES,
             "kv": KV_MODES, "forest": FORESTS}  # fmt: skip
 _AT_LEAST = {"width": 1, "draft_width": 1, "gamma": 0, "min_width": 1, "top_k": 0, "max_new_tokens": 0,
              "num_return": 1, "forest_nodes": 0, "lookup": 0}  # fmt: skip
@@ -67,6 +68,8 @@ class Settings:
         prices: what nodes and layers of an adaptive forest cost: `auto` (measured on this machine, once), `off`
             (assumed from sizes) or a file that `dsbd doctor --measure` or `dsbd tune` wrote.
         tree: per-depth expansion of SpecInfer, or None for (2, 2, 1).
+        tree_rule: how a node of that tree is verified: `specinfer`, `spectr` or `rsd`, the last with distinct draws
+            (docs/design.md section 3).
         kv: `all`, or `one` for the paper's memory-constrained mode.
         deterministic: Hugging Face's beam search, token for token (beam and dsbd only).
         temperature, top_k, top_p: T, acting once on the joint; 0 = argmax, 0 = off, 1 = off.
@@ -96,6 +99,7 @@ class Settings:
     lookup: int = 0
     prices: str = "auto"
     tree: tuple[int, ...] | None = None
+    tree_rule: str = "specinfer"
     kv: str = "all"
     deterministic: bool = False
     temperature: float = 1.0

@@ -9,7 +9,12 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 COMMANDS = {
-    "generate": "Decode one prompt, or many.",
+    "generate": """Decode one prompt, or many.
+
+`--tree-rule` is how `specinfer` verifies the children of a node: by multi-step speculative sampling (`specinfer`; Miao
+et al. 2024), by k-sequential selection (`spectr`; Sun et al. 2023) or by recursive rejection of distinct draws (`rsd`;
+Jeon et al. 2024). All give the same law with other numbers of target calls
+([why, and how many](results/tree-rules.md)).""",
     "chat": "A conversation; `/help` inside it lists its commands.",
     "tune": "The quickest settings for a machine, a pair and some prompts, as a preset ([how](speed.md#prices)).",
     "trace": "Replay or draw what `dsbd generate --trace` recorded.",

@@ -18,13 +18,14 @@ from tests import builders
 OTHER: dict[str, Any] = {
     "width": 3, "draft_width": 3, "gamma": 2, "verify": "continue", "draws": "distinct", "threshold": 0.5,
     "width_rule": "paper", "min_width": 1, "forest": "full", "forest_nodes": 3, "lookup": 2, "prices": "off",
-    "kv": "one", "early_stopping": "never", "top_k": 3, "top_p": 0.5, "tree": (3, 1),
+    "kv": "one", "early_stopping": "never", "top_k": 3, "top_p": 0.5, "tree": (3, 1), "tree_rule": "rsd",
 }  # fmt: skip
 BASES: dict[str, dict[str, Any]] = {
     **{method: {"method": method} for method in METHODS},
     "beam, a threshold": {"method": "beam", "threshold": 0.9},
     "nothing drafted": {"gamma": 0},
     "greedy": {"temperature": 0.0},
+    "a chain for a tree": {"method": "specinfer", "tree": (1, 1)},
     "full": {"forest": "full", "verify": "paper"},
     "without draws": {"deterministic": True, "top_p": 0.8},
 }
@@ -79,6 +80,10 @@ def test_what_is_idle_changes_no_answer(decoder: Decoder, name: str) -> None:
         ({"method": "beam"}, {"threshold": None}, []),
         ({"gamma": 0}, {"draft_width": 3}, ["draft-width has no effect with gamma 0"]),
         ({"forest": "full"}, {"prices": "off"}, ["prices has no effect with forest full"]),
+        ({}, {"tree_rule": "rsd"}, ["tree-rule has no effect with method dsbd"]),
+        ({"method": "specinfer"}, {"tree_rule": "rsd"}, []),
+        ({"method": "specinfer"}, {"tree_rule": "rsd", "tree": (1, 1)},
+         ["tree-rule has no effect with one draw a node"]),
         ({"temperature": 0.0}, {"top_k": 5, "top_p": 1.0}, ["top-k has no effect with temperature 0"]),
         ({"method": "multinomial"}, {"early_stopping": "never"},
          ["early-stopping has no effect with method multinomial"]),

@@ -23,6 +23,8 @@ WAYS: list[dict[str, Any]] = [
     {"method": "multinomial"},
     {"method": "speculative", "gamma": 3, "forest": "full"},  # what a device drafts
     {"method": "specinfer", "tree": (2, 2)},
+    {"method": "specinfer", "tree": (3, 2), "tree_rule": "spectr"},
+    {"method": "specinfer", "tree": (3, 2), "tree_rule": "rsd"},
     {"verify": "paper"},
     {"verify": "continue", "threshold": None},
     {"threshold": 0.9, "min_width": 1, "forest": "full"},

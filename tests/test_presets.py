@@ -49,6 +49,7 @@ def write(tmp_path):
         ("system: '[red]x[/red]'", "system", "[red]x[/red]"),
         ("stop: [no, END]", "stop", ("no", "END")),
         ("method: specinfer\ntree: [3, 2]", "tree", (3, 2)),
+        ("tree_rule: rsd", "tree_rule", "rsd"),
     ],
 )
 def test_values_are_what_they_look_like(write, line, key, value):
@@ -101,6 +102,11 @@ def test_values_are_what_they_look_like(write, line, key, value):
         ("sweep:\n  width: [3]\n  width: [4]", 3, "key 'width' was already given in line 2"),
         ("threshold: 0", 1, "threshold must lie in (0, 1], or be `none`, not 0"),
         ("method: specinfer\ntree: 2,2,1", 2, "tree must be a list of whole numbers such as [2, 2, 1]"),
+        (
+            "tree_rule: rds",
+            1,
+            "tree-rule must be one of specinfer, spectr, rsd, not 'rds' (did you mean rsd?)",
+        ),
         ("method: specinfer\ntree: []", 2, "tree must be positive numbers such as 2,2,1, not []"),
         ("raw: no", 1, "raw must be true or false, not 'no'"),
         ("raw: yes", 1, "raw must be true or false, not 'yes'"),

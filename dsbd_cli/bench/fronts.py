@@ -11,7 +11,8 @@ Point = tuple[float, float]
 
 def family(method: str) -> str:
     """The colour group of a method."""
-    return "hf" if method.startswith("hf-") else "dsbd" if method.startswith("dsbd") else method
+    name = method.partition(":")[0]
+    return "hf" if name.startswith("hf-") else "dsbd" if name.startswith("dsbd") else name
 
 
 def value(arm: Mapping[str, Any], name: str) -> float | None:

@@ -16,6 +16,8 @@ METHODS: Mapping[str, tuple[str, dict[str, Any]]] = {
     "beam": ("beam", {}),
     "speculative": ("speculative", {}),
     "specinfer": ("specinfer", {}),
+    "specinfer:spectr": ("specinfer", {"tree_rule": "spectr"}),
+    "specinfer:rsd": ("specinfer", {"tree_rule": "rsd"}),
     "dsbd": ("dsbd", {}),
     "dsbd:paper": ("dsbd", {"verify": "paper"}),
     "dsbd:continue": ("dsbd", {"verify": "continue"}),

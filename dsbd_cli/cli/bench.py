@@ -63,8 +63,9 @@ def run(
         str,
         typer.Option(
             "--methods",
-            help="Comma-separated: multinomial, beam, speculative, specinfer, dsbd, dsbd:paper, dsbd:continue, "
-            "dsbd:cover, dsbd-kv-one, hf-sample, hf-beam-sample, hf-beam-search, hf-assisted; "
+            help="Comma-separated: multinomial, beam, speculative, specinfer, specinfer:spectr, specinfer:rsd, dsbd, "
+            "dsbd:paper, dsbd:continue, dsbd:cover, dsbd-kv-one, hf-sample, hf-beam-sample, hf-beam-search, "
+            "hf-assisted; "
             "or ours, hf, all. Default: the first five and a few settings of beam and dsbd.",
             rich_help_panel=DATA,
         ),

@@ -205,7 +205,10 @@ def print_stats(result: Result) -> None:
     """The statistics as `name value` lines on stderr; unknown values say n/a."""
     from dataclasses import asdict
 
+    from dsbd_cli.setting_text import describe
+
     stats = asdict(result.stats)
+    print(f"{'method':24} {describe(vars(result.settings))}", file=sys.stderr)
     for name, value in [*stats.items(), *stats["paths"].items()]:
         if name in ("widths", "distinct_widths", "paths"):
             continue

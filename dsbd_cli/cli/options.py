@@ -108,6 +108,13 @@ PARAMETERS = [
     _option(Text, "--tree", help="SpecInfer's expansion per depth, e.g. 2,2,1.", panel=DECODING),
     _option(
         Text,
+        "--tree-rule",
+        help="How specinfer verifies a node: specinfer, spectr (k-sequential) or rsd (draws without replacement); "
+        "all give the same law.",
+        panel=DECODING,
+    ),
+    _option(
+        Text,
         "--kv",
         help="all, or one: after each target call only the likeliest unfinished beam goes on (less memory; "
         "outside the exactness theorem).",

@@ -48,6 +48,7 @@ def generate(
     width_rule: str = DEFAULTS["width_rule"],
     min_width: int | None = None,
     tree: tuple[int, ...] | None = None,
+    tree_rule: str = DEFAULTS["tree_rule"],
     kv: str = "all",
     seed: int | None = None,
     **model_kwargs: Any,
@@ -61,8 +62,8 @@ def generate(
         streamer: gets each token once no live beam disagrees about it, and always its `end()`; one prompt.
         draft_model: the draft; shares the target's token ids. beam and multinomial need none.
         width: W; without it `num_beams` where that is more than 1, else 4.
-        method, draft_width, gamma, verify, draws, threshold, width_rule, min_width, tree, kv, seed: see `Settings`.
-            `seed` None takes one from torch's generator, so that `torch.manual_seed` repeats a run.
+        method, draft_width, gamma, verify, draws, threshold, width_rule, min_width, tree, tree_rule, kv, seed: see
+            `Settings`. `seed` None takes one from torch's generator, so that `torch.manual_seed` repeats a run.
 
     With `do_sample=False`, transformers' default, beam and dsbd are its deterministic beam search of
     `width` beams, token for token, and the other methods are greedy. Models are run as in eval mode, and
@@ -87,7 +88,8 @@ def generate(
             generation_config, logits_processor, stopping_criteria, input_ids.shape[1], call,
             model.generation_config, width,
             method=method, draft_width=draft_width, gamma=gamma, verify=verify, draws=draws,
-            threshold=threshold, width_rule=width_rule, min_width=min_width, tree=tree, kv=kv,
+            threshold=threshold, width_rule=width_rule, min_width=min_width, tree=tree,
+            tree_rule=tree_rule, kv=kv,
         )  # fmt: skip
         texts = prompts(model, input_ids, model_kwargs, options.repeats)
         draft = draft_model if method in DRAFTING else None

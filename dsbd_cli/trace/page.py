@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
 
+from dsbd_cli.setting_text import describe
 from dsbd_cli.trace import PAGE
 from dsbd_cli.trace.layout import BOX, ROW, STEP, Place, place_nodes
 from dsbd_cli.trace.read import ACCEPTED, FILLED, MEANING, Trace, fate, share
@@ -58,7 +59,7 @@ svg .dead rect, svg .unreached rect { stroke-dasharray: 3 3; }
 def page(trace: Trace) -> str:
     """The whole document."""
     models = " + ".join(str(entry["name"]) for entry in trace.start["models"].values() if entry)
-    method = trace.start["settings"]["method"]
+    method = describe(trace.start["settings"])
     body = [
         f"<h1>{_safe(models)} <span class=dim>by {_safe(method)}</span></h1>",
         f'<div class="prompt dim">{_lines(trace.start["prompt"])}</div>',

@@ -8,6 +8,7 @@ from typing import Any
 from rich.text import Text
 from rich.tree import Tree
 
+from dsbd_cli.setting_text import describe
 from dsbd_cli.trace.read import ACCEPTED, DEAD, FILLED, REJECTED, UNREACHED, Trace, fate, share
 from dsbd_cli.ui.safe import one_line
 
@@ -20,7 +21,9 @@ def head(trace: Trace, unicode: bool = True) -> Text:
     """What was run, and what the signs mean."""
     start = trace.start
     models = " + ".join(entry["name"] for entry in start["models"].values() if entry)
-    text = Text(f"{one_line(models, unicode)}, {start['settings']['method']}\n", style="bold")
+    text = Text(
+        f"{one_line(models, unicode)}, {one_line(describe(start['settings']), unicode)}\n", style="bold"
+    )
     text.append(f"prompt ({start['prompt_tokens']} tokens): ", "dim")
     text.append(one_line(start["prompt"], unicode) + "\n").append(LEGEND, "dim")
     return text

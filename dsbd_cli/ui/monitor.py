@@ -11,6 +11,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from dsbd_cli.decoding import Event, Iteration, Layer, Node, Notice, Prefilled, Text, common_ancestor
+from dsbd_cli.setting_text import describe
 from dsbd_cli.tally import Tally, ratio
 from dsbd_cli.ui.charts import counts, resample
 from dsbd_cli.ui.snapshot import POINTS, LiveBeam, Series, Snapshot
@@ -117,7 +118,7 @@ class Monitor:
         slots, size = kv_in_use(decoder)
         return Snapshot(
             models=model_names(decoder),
-            method=describe(settings),
+            method=describe(vars(settings)),
             prompt=self._prompt[:500],
             prompt_tokens=self._prompt_tokens,
             confirmed=self.confirmed[-_TAIL:],
@@ -171,24 +172,6 @@ def _series(values: list[Any], mean: float | None = None) -> Series:
     known = [value for value in values if value is not None]
     average = mean if mean is not None else ratio(sum(known), len(known))
     return Series(values[-1] if values else None, average, resample(values, POINTS))
-
-
-def describe(settings: Any) -> str:
-    """The method and the numbers that shape it, in a few words."""
-    parts = [settings.method]
-    if settings.method == "dsbd" and not settings.deterministic:
-        parts.append(settings.verify)
-    if settings.deterministic:
-        parts.append("deterministic")
-    if settings.method in ("dsbd", "beam"):
-        parts.append(f"W {settings.width}")
-    if settings.method in ("dsbd", "beam") and settings.draws != "iid":
-        parts.append(settings.draws)
-    if settings.method == "dsbd":
-        parts.append(f"W_S {settings.draft_width}")
-    if settings.method in ("dsbd", "speculative"):
-        parts.append(f"gamma {settings.gamma}")
-    return " ".join(parts)
 
 
 def model_names(decoder: Decoder) -> str:

@@ -15,8 +15,8 @@ from dsbd_cli.settings import Settings
 from tests.builders import says
 
 METHODS = [
-    "multinomial", "beam", "speculative", "specinfer", "dsbd:paper", "dsbd:continue", "dsbd:cover", "dsbd-kv-one",
-    "hf-sample", "hf-beam-sample", "hf-beam-search", "hf-assisted",
+    "multinomial", "beam", "speculative", "specinfer", "specinfer:spectr", "specinfer:rsd", "dsbd:paper",
+    "dsbd:continue", "dsbd:cover", "dsbd-kv-one", "hf-sample", "hf-beam-sample", "hf-beam-search", "hf-assisted",
 ]  # fmt: skip
 PROMPT = [5, 6, 7, 8, 9]
 

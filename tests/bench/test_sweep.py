@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from dsbd_cli.bench.arms import build_arms
+from dsbd_cli.bench.fronts import family
 from dsbd_cli.bench.methods import SWEEPABLE, parse_methods
 from dsbd_cli.bench.sweep import label_of, parse_sweep, points
 from dsbd_cli.errors import UserError
@@ -56,7 +57,7 @@ IMPOSSIBLE = [("temperature", "nan"), ("temperature", "inf"), ("temperature", "-
               ("length_penalty", "nan"), ("length_penalty", "99"), ("max_new_tokens", "-1"), ("verify", "papr"),
               ("draws", "idd"), ("width_rule", "papr"), ("kv", "two"), ("forest", "wood"), ("prices", "dear"),
               ("early_stopping", "soon"), ("lookup", "-1"), ("forest_nodes", "-1"),
-              ("tree", "0"), ("tree", "99x99")]  # fmt: skip
+              ("tree", "0"), ("tree", "99x99"), ("tree_rule", "rds")]  # fmt: skip
 
 
 @pytest.mark.parametrize(("name", "value"), IMPOSSIBLE)
@@ -71,6 +72,7 @@ def test_an_impossible_value_is_refused_like_the_single_option(name, value):
         "draws": "distinct",
         "width_rule": "paper",
         "kv": "one",
+        "tree_rule": "spectr",
         "forest": "full",
         "prices": "off",
         "early_stopping": "first",
@@ -157,6 +159,18 @@ def test_twins_are_named_once():
     made = arms("dsbd,dsbd:cover,dsbd:paper")
     assert names(made) == ["dsbd", "dsbd:paper"]
     assert "dsbd:cover is what dsbd already runs" in made[1][0]
+
+
+def test_rules_of_the_token_tree_are_arms_of_one_family():
+    made = arms("specinfer,specinfer:spectr,specinfer:rsd", sweeps=["method=specinfer tree=3 tree_rule=rsd"])
+    assert [(arm.name, arm.shown()["tree_rule"]) for arm in made[0]] == [
+        ("specinfer", "specinfer"),
+        ("specinfer tree=3 tree_rule=rsd", "rsd"),
+        ("specinfer:spectr", "spectr"),
+        ("specinfer:rsd", "rsd"),
+    ]
+    assert {family(arm.method) for arm in made[0]} == {"specinfer"}
+    assert [family(method) for method in ("dsbd:paper", "dsbd-kv-one", "hf-sample")] == ["dsbd", "dsbd", "hf"]
 
 
 def test_options_reach_the_methods_they_mean_something_to():

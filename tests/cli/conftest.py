@@ -21,6 +21,8 @@ METHODS = ("multinomial", "beam", "speculative", "specinfer", "dsbd")
 WAYS = {
     **{method: ["--method", method] for method in METHODS},
     "specinfer wide": ["--method", "specinfer", "--tree", "3,2,1,1"],
+    "specinfer spectr": ["--method", "specinfer", "--tree-rule", "spectr"],
+    "specinfer rsd": ["--method", "specinfer", "--tree-rule", "rsd"],
     "beam narrow": ["--method", "beam", "--width", "1"],
     "dsbd paper": ["--method", "dsbd", "--verify", "paper"],
     "dsbd continue": ["--method", "dsbd", "--verify", "continue"],

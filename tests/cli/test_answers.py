@@ -37,6 +37,26 @@ def test_nothing_follows_the_end_wherever_in_a_block_it_falls(dsbd: Call, models
         assert streamed.out == ("".join(words) + "\n").encode()
 
 
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--method", "specinfer"], "specinfer 2,2,1 multi-step sampling"),
+        (["--method", "specinfer", "--tree-rule", "spectr"], "specinfer 2,2,1 k-sequential (SpecTr)"),
+        (
+            ["--method", "specinfer", "--tree-rule", "rsd", "--tree", "3,1"],
+            "specinfer 3,1 without replacement (RSD)",
+        ),
+        (["--method", "beam"], "beam W 4"),
+    ],
+)
+def test_statistics_say_what_was_run_in_words(
+    dsbd: Call, models: Models, options: list[str], words: str
+) -> None:
+    ran = dsbd("generate", "x", *pair(models("says", "A")), *options, "--stats", "--no-stream")
+    assert ran.text == "A\n"
+    assert f"{'method':24} {words}" in ran.err.splitlines()
+
+
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("kind", ["opt", "gpt2", "llama"])
 def test_a_draft_with_less_context_falls_back_with_one_warning(

@@ -110,6 +110,7 @@ def test_the_best_token_always_survives(dsbd: Call, rand_pair: list[str], method
         (["--tree", "a"], ["tree"]),
         (["--tree", "2,2"], ["tree", "specinfer"]),
         (["--method", "specinfer", "--tree", "2,2", "--gamma", "2"], ["gamma", "tree"]),
+        (["--tree-rule", "rds"], ["tree-rule", "did you mean rsd"]),
         (["--deterministic", "--temperature", "1"], ["temperature", "deterministic"]),
         (["--deterministic", "--top-k", "10"], ["top-k"]),
         (["--deterministic", "--kv", "one"], ["kv"]),

@@ -46,9 +46,15 @@ def test_deterministic_is_transformers_own_beam_search(pair: tuple[Any, Any]) ->
 def test_greedy_methods(pair: tuple[Any, Any]) -> None:
     target, draft = pair
     theirs = target.generate(IDS, max_new_tokens=15)
-    for method in ("speculative", "specinfer", "multinomial"):
+    for options in (
+        {"method": "speculative"},
+        {"method": "specinfer"},
+        {"method": "specinfer", "tree_rule": "spectr"},
+        {"method": "specinfer", "tree_rule": "rsd"},
+        {"method": "multinomial"},
+    ):
         ours = target.generate(
-            IDS, custom_generate=dsbd_cli.generate, draft_model=draft, method=method, max_new_tokens=15
+            IDS, custom_generate=dsbd_cli.generate, draft_model=draft, max_new_tokens=15, **options
         )
         assert ours.tolist() == theirs.tolist()
 
@@ -179,6 +185,10 @@ def test_changed_weights_are_noticed(pair: tuple[Any, Any]) -> None:
         ({"width": "3"}, "width must be a whole number"),
         ({"draft_model": "gpt2"}, "draft_model must be a loaded model"),
         ({"method": "magic"}, "magic"),
+        (
+            {"method": "specinfer", "tree_rule": "rds"},
+            "tree-rule must be one of specinfer, spectr, rsd, not 'rds'",
+        ),
         ({"output_scores": True, "return_dict_in_generate": True}, "output_scores"),
     ],
 )

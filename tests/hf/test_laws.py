@@ -55,7 +55,9 @@ def answers(pair: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch, **options: A
     return law_of(play)
 
 
-@pytest.mark.parametrize("method", ["multinomial", "speculative", "specinfer"])
+@pytest.mark.parametrize(
+    "method", ["multinomial", "speculative", "specinfer", "specinfer spectr", "specinfer rsd"]
+)
 @pytest.mark.parametrize("t", [T(1.0, 0, 1.0), T(0.7, 3, 0.9)])
 def test_one_beam(
     pair: tuple[Any, Any],
@@ -64,7 +66,10 @@ def test_one_beam(
     method: str,
     t: T,
 ) -> None:
-    options = {"tree": (2,)} if method == "specinfer" else {"gamma": 1} if method == "speculative" else {}
+    method, _, rule = method.partition(" ")
+    options: dict[str, Any] = {"gamma": 1} if method == "speculative" else {}
+    if method == "specinfer":
+        options = {"tree": (2,), "tree_rule": rule or "specinfer"}
     got = answers(pair, monkeypatch, method=method, max_new_tokens=2, temperature=t[0], top_k=t[1], top_p=t[2],
                   **options)  # fmt: skip
     want = sequence_law(law, t, [EOS], 2)

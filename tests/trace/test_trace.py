@@ -24,6 +24,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "paper": {"verify": "paper", "draft_width": 6, "forest": "full"},
     "continue": {"verify": "continue", "threshold": None, "forest": "full"},
     "specinfer": {"method": "specinfer", "tree": (3, 2, 1)},
+    "spectr": {"method": "specinfer", "tree": (3, 2, 1), "tree_rule": "spectr"},
+    "rsd": {"method": "specinfer", "tree": (3, 2, 1), "tree_rule": "rsd"},
     "speculative": {"method": "speculative", "forest": "full"},
     "beam": {"method": "beam"},
     "multinomial": {"method": "multinomial"},
@@ -123,6 +125,25 @@ def test_every_iteration_is_a_forest_on_its_beams(traced: Callable[[str], Trace]
         assert max(x for x, _ in spots) < width
         assert max(y for _, y in spots) < height
         assert all((place.y - 18) % ROW == 0 and (place.x - 1) % STEP == 0 for place in places.values())
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("cover", "dsbd cover W 4 W_S 6 gamma 4"),
+        ("specinfer", "specinfer 3,2,1 multi-step sampling"),
+        ("spectr", "specinfer 3,2,1 k-sequential (SpecTr)"),
+        ("rsd", "specinfer 3,2,1 without replacement (RSD)"),
+    ],
+)
+def test_replay_and_page_say_by_which_rule(traced: Callable[[str], Trace], name: str, words: str) -> None:
+    trace = traced(name)
+    assert words in head(trace).plain
+    assert f"by {words}</span>" in page(trace)
+    # A record of before there was a choice.
+    settings = {key: value for key, value in trace.start["settings"].items() if key != "tree_rule"}
+    older = head(Trace(trace.start | {"settings": settings})).plain
+    assert ("multi-step" in older) == (settings["method"] == "specinfer")
 
 
 def test_fates_of_a_small_forest() -> None:

@@ -78,6 +78,20 @@ def test_numbers_follow_the_events() -> None:
     assert Snapshot.from_json(shot.to_json()) == shot
 
 
+def test_the_title_says_what_is_run_in_words() -> None:
+    for settings, title in (
+        (Settings(), "dsbd cover W 4 W_S 8 gamma 4"),
+        (Settings(verify="paper", draws="distinct"), "dsbd paper W 4 distinct W_S 8 gamma 4"),
+        (Settings(method="beam", deterministic=True), "beam deterministic W 4"),
+        (Settings(method="speculative", gamma=3), "speculative gamma 3"),
+        (Settings(method="specinfer"), "specinfer 2,2,1 multi-step sampling"),
+        (Settings(method="specinfer", tree=(4,), tree_rule="spectr"), "specinfer 4 k-sequential (SpecTr)"),
+        (Settings(method="specinfer", tree_rule="rsd"), "specinfer 2,2,1 without replacement (RSD)"),
+        (Settings(method="multinomial"), "multinomial"),
+    ):
+        assert Monitor(FakeDecoder(settings), "x").snapshot().method == title  # type: ignore[arg-type]
+
+
 def test_shares_are_the_softmax_of_the_scores_best_first() -> None:
     decoder = FakeDecoder()
     monitor = Monitor(decoder, "x")  # type: ignore[arg-type]

@@ -9,12 +9,16 @@ draws are distinct, every one comes out as a draw of p among what was not drawn 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from dsbd_cli.decoding.law.distribution import Sampler, draw_distinct, draw_layer, residual
+
+# Halvings of the range of rho, from 1 to k: down to the last places of a float.
+_BISECTIONS = 52
 
 
 @dataclass(frozen=True)
@@ -143,6 +147,62 @@ def accept_distinct_draws(
         draws += sampler.sample(current, 1)
         draws += draw_distinct(sampler, _without(target, draws[-1]), width - len(draws))
     return Verified(tuple(draws), tuple(verdicts), passed)
+
+
+def accept_sequentially(p: np.ndarray, q: np.ndarray, drafted: list[int], sampler: Sampler) -> Verified:
+    """k-sequential selection, K-SEQ (SpecTr, Sun et al. 2023): one draw of p from k iid draws of q.
+
+    Every draw is accepted with probability `min(1, p / (rho q))`, the same for each, and behind the last comes one
+    draw of what p then lacks (docs/design.md section 3).
+
+    Args:
+        p, q: [n] target and draft distribution, each sums to 1.
+        drafted: indices into p and q of the k >= 1 draws, equal ones at their places.
+    """
+    rho = division_factor(p, q, len(drafted))
+    verdicts: list[bool] = []
+    for draw in drafted:
+        accepted = p[draw] > 0 and sampler.accept(p[draw] / rho, q[draw])
+        verdicts.append(bool(accepted))
+        if accepted:
+            return Verified((draw,), tuple(verdicts), True)
+    held = np.minimum(p / rho, q)
+    (other,) = sampler.sample(residual(p, held * looked_at(held.sum(), len(drafted))), 1)
+    return Verified((other,), tuple(verdicts), False)
+
+
+def division_factor(p: np.ndarray, q: np.ndarray, draws: int) -> float:
+    """rho of K-SEQ: the least for which no token is accepted more often than p draws it.
+
+    With beta the chance that one draw is accepted, a token has `min(p / rho, q) * looked_at` of the accepts, and
+    looked_at <= rho keeps that below p: 1 - (1 - beta)**k <= rho * beta. The left side falls with rho and the right
+    one grows, from a crossing at or behind 1 to one at or before k: found by bisection, from above, so that what is
+    found keeps the law, however coarse it were.
+
+    Args:
+        p, q: as in `accept_sequentially`.
+        draws: k >= 1.
+    """
+    both = (p > 0) & (q > 0)
+    p, q = p[both], q[both]
+
+    def valid(rho: float) -> bool:
+        return looked_at(np.minimum(p / rho, q).sum(), draws) <= rho
+
+    low, high = 1.0, float(draws)
+    if valid(low):  # one draw, or q below p wherever it has mass
+        return low
+    for _ in range(_BISECTIONS):
+        middle = (low + high) / 2
+        low, high = (low, middle) if valid(middle) else (middle, high)
+    return high
+
+
+def looked_at(beta: float, draws: int) -> float:
+    """How many of k draws are looked at on average, each accepted with chance beta: (1 - (1 - beta)**k) / beta."""
+    if beta <= 0:
+        return float(draws)
+    return -math.expm1(draws * math.log1p(-beta)) / beta if beta < 1 else 1.0
 
 
 def _without(weights: np.ndarray, index: int) -> np.ndarray:

@@ -11,13 +11,13 @@ the loop, the run that it works on and how its needs are served are read togethe
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
 import numpy as np
 
-from dsbd_cli.decoding.law.distribution import Support, draw_layer
+from dsbd_cli.decoding.law.distribution import Sampler, Support, draw_layer
 from dsbd_cli.decoding.law.verification import (
     Verified,
     accept_distinct_draws,
@@ -35,6 +35,8 @@ from dsbd_cli.decoding.tree.events import Iteration, Layer
 from dsbd_cli.decoding.tree.request import Request
 from dsbd_cli.decoding.tree.sequences import DraftLayer, Forest, Node
 
+# A rule for one draw of p, of (p, q, the draft's draws).
+Accept = Callable[[np.ndarray, np.ndarray, list[int], Sampler], Verified]
 _Event = TypeVar("_Event")
 _Value = TypeVar("_Value")
 
@@ -237,8 +239,12 @@ def accept_layers(run: Run, forest: Forest, verify: str) -> Iterator[Layer]:
     yield run.sample_layer()
 
 
-def verify_layer(run: Run, drafted: DraftLayer, depth: int) -> Layer:
-    """Commit W_L draws by testing those of one drafted layer against the target distribution."""
+def verify_layer(run: Run, drafted: DraftLayer, depth: int, own_rule: Accept | None = None) -> Layer:
+    """Commit W_L draws by testing those of one drafted layer against the target distribution.
+
+    Args:
+        own_rule: a rule of its own, for layers of one draw.
+    """
     support = run.p_beam()
     union, p, q, draws = _aligned(run, support, drafted)
     rule = run.dynamic_width
@@ -246,7 +252,9 @@ def verify_layer(run: Run, drafted: DraftLayer, depth: int) -> Layer:
         width = rule.of(support.prob)
     else:
         width = run.width if rule is None else rule.for_draws(p, q, len(drafted.draws))
-    if run.one_tested:
+    if own_rule is not None:
+        verified = own_rule(p, q, draws, run.sampler)
+    elif run.one_tested:
         verified = accept_one(p, q, draws[0], run.sampler)
     else:
         accept = accept_distinct_draws if run.distinct else accept_draws

@@ -169,6 +169,8 @@ def demand_of(settings: Settings, drafts: bool) -> Demand:
         why_not_captured = "the host drafts distinct draws"
     if not plain and (on_host := host_proposals(settings)):
         why_not_pipelined = why_not_captured = on_host
+    if not plain and settings.method == "specinfer" and settings.tree_rule != "specinfer":
+        why_not_pipelined = f"the host verifies trees by this rule (tree-rule {settings.tree_rule})"
     if plain or settings.method == "specinfer":
         why_not_captured = "nothing is drafted" if plain else "the host drafts token trees"
     return Demand(
@@ -219,7 +221,8 @@ def start(
     if draft is not None and settings.method == "specinfer":
         expansion = settings.tree or DEFAULT_TREE
         gamma = len(expansion)
-        proposer = TreeProposer(draft, trie, processor, expansion, draft_sampler)
+        distinct = settings.tree_rule == "rsd"
+        proposer = TreeProposer(draft, trie, processor, expansion, draft_sampler, distinct)
     elif draft is not None and settings.method in DRAFTING:
         best = takes_most_probable(settings)
         draft_width = 1 if one_beam else settings.draft_width
@@ -274,7 +277,7 @@ def loop_of(run: Run, settings: Settings) -> Iterator[Layer | Iteration | Need]:
     if settings.deterministic:
         return beam_search(run, settings.early_stopping, settings.length_penalty)
     if settings.method == "specinfer":
-        return specinfer(run)
+        return specinfer(run, settings.tree_rule)
     if settings.method == "speculative":
         return dsbd(run, "paper")
     # beam and multinomial are dsbd without a forest; so is dsbd when its draft can't go on.

@@ -33,6 +33,14 @@ def broken(self, request, steps):
         (settings_of("deterministic"), ""),
         (settings_of("deterministic", verify="paper"), ""),
         (Settings(method="specinfer"), "accepted"),
+        (
+            Settings(method="specinfer", tree_rule="spectr"),
+            "the host verifies trees by this rule (tree-rule spectr)",
+        ),
+        (
+            Settings(method="specinfer", tree_rule="rsd"),
+            "the host verifies trees by this rule (tree-rule rsd)",
+        ),
         (Settings(method="beam"), ""),
         (Settings(method="beam", deterministic=True), ""),
     ],

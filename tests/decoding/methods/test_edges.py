@@ -20,6 +20,8 @@ METHODS: dict[str, dict[str, Any]] = {
     "beam": {"method": "beam"},
     "speculative": {"method": "speculative", "gamma": 3},
     "specinfer": {"method": "specinfer", "tree": (2, 2, 1)},
+    "spectr": {"method": "specinfer", "tree": (2, 2, 1), "tree_rule": "spectr"},
+    "rsd": {"method": "specinfer", "tree": (2, 2, 1), "tree_rule": "rsd"},
     "dsbd paper": {"method": "dsbd", "verify": "paper", "gamma": 3, "draft_width": 4},
     "dsbd continue": {"method": "dsbd", "verify": "continue", "gamma": 3, "draft_width": 4},
     "dsbd cover": {"method": "dsbd", "verify": "cover", "gamma": 3, "draft_width": 4},

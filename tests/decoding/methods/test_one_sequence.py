@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from functools import cache
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 from scipy import stats
 
 from dsbd_cli.decoding.law.distribution import SeededSampler
+from dsbd_cli.settings import TREE_RULES
 from tests.decoding.enumerating import total_variation
 from tests.decoding.harness import Toy, settings_for
 from tests.decoding.reference import T, sequence_law
@@ -26,6 +28,12 @@ METHODS: dict[str, dict[str, Any]] = {
     "specinfer 1,2": {"method": "specinfer", "tree": (1, 2)},
     "specinfer 2,2": {"method": "specinfer", "tree": (2, 2)},
     "specinfer 3,1,1": {"method": "specinfer", "tree": (3, 1, 1)},
+    "spectr 3": {"method": "specinfer", "tree": (3,), "tree_rule": "spectr"},
+    "spectr 1,2": {"method": "specinfer", "tree": (1, 2), "tree_rule": "spectr"},
+    "spectr 2,1,1": {"method": "specinfer", "tree": (2, 1, 1), "tree_rule": "spectr"},
+    "rsd 3": {"method": "specinfer", "tree": (3,), "tree_rule": "rsd"},
+    "rsd 5": {"method": "specinfer", "tree": (5,), "tree_rule": "rsd"},  # more than there are tokens
+    "rsd 2,2": {"method": "specinfer", "tree": (2, 2), "tree_rule": "rsd"},
 }
 
 
@@ -44,7 +52,7 @@ def toy(method: str, draft: str, t: T, budget: int = 3, **more: Any) -> Toy:
 @pytest.mark.parametrize("draft", DRAFTS)
 @pytest.mark.parametrize("method", METHODS)
 def test_exact_law(method: str, draft: str, t: T) -> None:
-    if method == "specinfer 2,2" and t is OFF:
+    if method.endswith(" 2,2") and t is OFF:
         t = T(1.0, 0, 0.9)  # of two whole levels of pairs there are too many
     law = toy(method, draft, t).sequences()
     assert sum(law.values()) == pytest.approx(1, abs=1e-12)
@@ -53,15 +61,16 @@ def test_exact_law(method: str, draft: str, t: T) -> None:
 
 @pytest.mark.parametrize("draft", ["good", "bad", "disjoint"])
 @pytest.mark.parametrize("tree", [(2, 2, 1), (2, 2)])
-def test_exact_law_of_the_default_tree(draft: str, tree: tuple[int, ...]) -> None:
+@pytest.mark.parametrize("rule", TREE_RULES)
+def test_exact_law_of_the_default_tree(draft: str, tree: tuple[int, ...], rule: str) -> None:
     t = T(0.9, 2, 1.0)
     target, proposal = DRAFTS[draft]
-    settings = settings_for(t, max_new_tokens=4, method="specinfer", tree=tree)
+    settings = settings_for(t, max_new_tokens=4, method="specinfer", tree=tree, tree_rule=rule)
     law = Toy(target, proposal, settings, EOS).sequences()
     assert total_variation(law, expected(draft, t, 4)) < 1e-9
 
 
-@pytest.mark.parametrize("method", ["speculative 1", "specinfer 1,2"])
+@pytest.mark.parametrize("method", ["speculative 1", "specinfer 1,2", "spectr 1,2", "rsd 3"])
 def test_exact_law_replayed_from_first_to_last_token(method: str) -> None:
     """The iterations of the other tests are enumerated one by one; here nothing is composed."""
     case = toy(method, "bad", ON)
@@ -71,15 +80,23 @@ def test_exact_law_replayed_from_first_to_last_token(method: str) -> None:
     assert total_variation(dict(law), expected("bad", ON, 3)) < 1e-9
 
 
-@pytest.mark.parametrize("method", ["speculative 3", "specinfer 3,1,1"])
+@pytest.mark.parametrize("method", ["speculative 3", "specinfer 3,1,1", "spectr 2,1,1", "rsd 2,2"])
 @pytest.mark.parametrize("depth", [-1, 0, 1])
 def test_a_draft_out_of_context_keeps_the_law(method: str, depth: int) -> None:
     case = toy(method, "bad", ON, draft_depth=depth)
     assert total_variation(case.sequences(), expected("bad", ON, 3)) < 1e-9
 
 
-@pytest.mark.parametrize("method", ["multinomial", "speculative 3", "specinfer 3", "specinfer 2,2"])
-@pytest.mark.parametrize("draft", ["good", "bad", "disjoint"])
+@pytest.mark.parametrize(
+    ("method", "draft"),
+    [
+        *itertools.product(
+            ["multinomial", "speculative 3", "specinfer 3", "specinfer 2,2"], ["good", "bad", "disjoint"]
+        ),
+        ("spectr 3", "good"),
+        ("rsd 3", "bad"),
+    ],
+)
 def test_chi_square_of_2000_seeds(method: str, draft: str) -> None:
     """One run per seed, as a user would; every continuation of up to three tokens is a cell."""
     runs = 2000
@@ -117,7 +134,7 @@ def test_greedy_is_the_argmax_of_every_step(method: str, t: T) -> None:
     assert answers == {tuple(greedy)}
 
 
-@pytest.mark.parametrize("method", ["speculative 3", "specinfer 3", "specinfer 2,2"])
+@pytest.mark.parametrize("method", ["speculative 3", "specinfer 3", "specinfer 2,2", "spectr 3", "rsd 2,2"])
 def test_a_draft_equal_to_the_target_is_always_accepted(method: str) -> None:
     case = toy(method, "equal", ON)
     for seed in range(200):

@@ -26,6 +26,8 @@ METHODS: dict[str, dict[str, Any]] = {
     "beam": {"method": "beam", "width": 3},
     "speculative": {"method": "speculative", "gamma": 3},
     "specinfer": {"method": "specinfer", "tree": (2, 2, 1)},
+    "spectr": {"method": "specinfer", "tree": (2, 2, 1), "tree_rule": "spectr"},
+    "rsd": {"method": "specinfer", "tree": (2, 2, 1), "tree_rule": "rsd"},
     "paper": {"method": "dsbd", "verify": "paper", "width": 3},
     "continue": {"method": "dsbd", "verify": "continue", "width": 3},
     "cover": {"method": "dsbd", "verify": "cover", "width": 3},
