@@ -11,15 +11,16 @@ class Regions:
 
     Args:
         capacity: slots there are.
+        unit: regions are multiples of it, and begin at some.
     """
 
-    def __init__(self, capacity: int) -> None:
-        self.capacity = capacity
+    def __init__(self, capacity: int, unit: int = 1) -> None:
+        self.capacity, self._unit = capacity, unit
         self._taken: dict[int, int] = {}  # size by begin, in order of begin
 
     def take(self, size: int) -> int | None:
         """Where a region of `size` slots begins; None where there is no room for one."""
-        at = 0
+        size, at = self.rounded(size), 0
         for begin, taken in self._taken.items():
             if begin - at >= size:
                 break
@@ -29,6 +30,10 @@ class Regions:
         self._taken[at] = size
         self._taken = dict(sorted(self._taken.items()))
         return at
+
+    def rounded(self, size: int) -> int:
+        """What a region of `size` slots takes."""
+        return -(-size // self._unit) * self._unit
 
     def give(self, begin: int) -> None:
         """Free the region that begins there."""

@@ -52,6 +52,7 @@ class AmxForward(WholeForward):
 
     dtype = torch.bfloat16
     relative_node_cost = 0.012
+    slot_unit = 32
 
     def __init__(self, model: Any, *, int8: bool = False) -> None:
         self._store = _Store(_weights_of(model), int8)

@@ -43,6 +43,8 @@ class Forward(Protocol):
         reads_length: whether `KVBuffer.length` bounds attention, so that the mask may be wider.
         takes_spans: whether each request's nodes look at its own slots only (`KVBuffer.spans`); else the mask
             must show all slots.
+        slot_unit: slots that its attention adds up as one: where a request's begin at a multiple of it, the
+            request's numbers are those that it has alone.
         relative_node_cost: what a node more costs, in forwards of one node.
         between: called between some decoder layers while a CUDA graph is captured, or None.
     """
@@ -51,6 +53,7 @@ class Forward(Protocol):
     int8: bool
     reads_length: bool
     takes_spans: bool
+    slot_unit: int
     relative_node_cost: float
     between: Callable[[], None] | None
 

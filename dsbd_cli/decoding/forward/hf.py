@@ -25,6 +25,7 @@ class HfForward:
     relative_node_cost = 0.03
     int8 = False
     reads_length = False
+    slot_unit = 1
     takes_spans = False
     between: Callable[[], None] | None = None
 

@@ -39,6 +39,7 @@ class LlamaForward:
 
     relative_node_cost = 0.03
     takes_spans = True
+    slot_unit = 1
 
     def __init__(self, model: Any, linear: type, kernels: Any) -> None:
         self.linear, self.kernels = linear, kernels

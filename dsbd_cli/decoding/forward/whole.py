@@ -77,6 +77,7 @@ class WholeForward:
     relative_node_cost: float
     reads_length = False
     takes_spans = False
+    slot_unit: int = 1
     between: Callable[[], None] | None = None
     _needs_positions = False
 

@@ -132,7 +132,7 @@ class SharedModel:
         self.model, self.slots = model, 1 << 62
         self._forward = model.tree_forward
         self.stores = Stores(0, rows, columns, self._forward.dtype, model.device)
-        self.regions = Regions(0)
+        self.regions = Regions(0, self._forward.slot_unit)
         # Buffers show their shape in the first forward.
         probe = self.admit([0], Node(-1, None), 3, 1)
         assert probe is not None
@@ -157,7 +157,7 @@ class SharedModel:
 
         Larger buffers are new ones: what is known to come is asked for at once.
         """
-        wanted = self.regions.used + sum(sizes)
+        wanted = self.regions.used + sum(map(self.regions.rounded, sizes))
         if wanted > self.slots:
             return False
         if wanted > self.regions.capacity:

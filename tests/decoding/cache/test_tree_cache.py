@@ -154,3 +154,11 @@ def test_regions_are_taken_lowest_first_and_join_again():
     regions.grow(20)
     assert regions.take(5) == 8
     assert (regions.free, regions.used, len(regions)) == (8, 13, 3)
+
+
+def test_regions_of_a_unit_begin_at_multiples_of_it():
+    regions = Regions(100, 32)
+    assert [regions.take(size) for size in (5, 33, 4)] == [0, 32, None]
+    assert (regions.used, regions.free) == (96, 4)
+    regions.give(0)
+    assert [regions.take(32), regions.take(1)] == [0, None]

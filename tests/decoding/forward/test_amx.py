@@ -109,6 +109,32 @@ def test_a_row_does_not_depend_on_the_other_rows():
     assert torch.equal(first, whole[:20])
 
 
+@torch.inference_mode()
+@pytest.mark.parametrize("counts", [(5, 5), (20, 3, 40), (1, 70)])
+def test_requests_with_slots_of_their_own_are_as_if_alone(counts):
+    """Bit for bit, whatever lies in slots that none of them sees."""
+    model = make("llama")
+    forward = amx.AmxForward(model)
+    trees = [tree(count, seed) for seed, count in enumerate(counts)]
+    alone = [run(forward, model, KVBuffer(256), *one) for one in trees]
+    cache = KVBuffer(32 * 32)
+    run(forward, model, cache, *tree(1, 0))  # buffers show their shape
+    for buffers in (cache.keys, cache.values):
+        for buffer in buffers.values():
+            buffer.fill_(float("nan"))
+    ids, parents, slots = [], [], []
+    for at, (own, above, places) in enumerate(trees):
+        begin, first = 256 * at + 32, len(slots)
+        for buffers in (cache.keys, cache.values):
+            for buffer in buffers.values():
+                buffer[:, :, begin : begin + 192] = 0
+        ids.append(own)
+        parents += [parent if parent < 0 else parent + first for parent in above]
+        slots += [begin + place for place in places]
+    got = run(forward, model, cache, torch.cat(ids), parents, slots)
+    assert torch.equal(got, torch.cat(alone))
+
+
 @pytest.mark.parametrize("threads", [1, 2, 3])
 def test_the_number_of_threads_changes_nothing(threads):
     model = make("llama")

@@ -21,7 +21,7 @@ typedef struct {
     long rows, padded, seen; /* query rows of a group, the same and the slots rounded up */
     bf16 *x, *qkv, *query, *att, *act;
     uint16_t *bits; /* [query tile, slot]: which of 16 query rows see the slot */
-    long *limit;    /* [query tile]: slots beyond this are seen by none of them */
+    long *start, *limit; /* [query tile]: slots before and beyond these are seen by none of them; multiples of 32 */
     char *own;      /* [threads, own_size] */
     size_t own_size;
     meeting all;
@@ -227,12 +227,13 @@ static void attend(const job *j, long at, long g, long first, long last, char *o
     const model *m = j->m;
     const request *r = j->r;
     long size = m->size, shared = m->heads / m->groups, deep = size / 32, tiles = up(last - first, TILE) / TILE;
-    long limit = 0;
+    /* Requests have slots of their own: a tile of rows looks from the first to the last that they see. */
+    const long *starts = j->start + first / TILE, *limits = j->limit + first / TILE;
+    long start = j->seen, limit = 0;
     for (long t = 0; t < tiles; t++) {
-        long one = j->limit[first / TILE + t];
-        limit = one > limit ? one : limit;
+        start = starts[t] < start ? starts[t] : start;
+        limit = limits[t] > limit ? limits[t] : limit;
     }
-    limit = up(limit, 32);
     uint32_t *turned = (uint32_t *)own;                      /* [tile, size / 2, 16 rows] */
     float *scores = (float *)(turned + QUERIES * size / 2);  /* [slot, row] */
     bf16 *weights = (bf16 *)(scores + j->seen * QUERIES);    /* [row, slot] */
@@ -245,7 +246,7 @@ static void attend(const job *j, long at, long g, long first, long last, char *o
             const uint32_t *from = (const uint32_t *)(j->query + (g * j->padded + first + t * TILE + row) * size);
             for (long i = 0; i < size / 2; i++) turned[(t * size / 2 + i) * TILE + row] = from[i];
         }
-    for (long s = 0; s < limit; s += TILE) {
+    for (long s = start; s < limit; s += TILE) {
         const bf16 *k = keys + s * size;
         if (s + TILE > r->capacity) {
             memset(edge, 0, (size_t)(TILE * size) * 2);
@@ -257,6 +258,7 @@ static void attend(const job *j, long at, long g, long first, long last, char *o
         if (deep > 2) _tile_loadd(2, k + 64, size * 2);
         if (deep > 3) _tile_loadd(3, k + 96, size * 2);
         for (long t = 0; t < tiles; t++) {
+            if (s < starts[t] || s >= limits[t]) continue;
             const uint32_t *q = turned + t * size / 2 * TILE;
             _tile_zero(4);
             _tile_loadd(5, q, 64);
@@ -283,11 +285,11 @@ static void attend(const job *j, long at, long g, long first, long last, char *o
         const uint16_t *bits = j->bits + (first / TILE + t) * j->seen;
         const float *column = scores + t * TILE;
         __m512 most = _mm512_set1_ps(-INFINITY), sum = _mm512_setzero_ps();
-        for (long s = 0; s < limit; s++)
+        for (long s = starts[t]; s < limits[t]; s++)
             most = _mm512_mask_max_ps(most, bits[s], most, _mm512_load_ps(column + s * QUERIES));
         most = _mm512_mul_ps(most, scaling);
         uint32_t *to = (uint32_t *)(weights + t * TILE * limit);
-        for (long s = 0; s < limit; s += 2) {
+        for (long s = starts[t]; s < limits[t]; s += 2) {
             __m512i both = _mm512_setzero_si512();
             if (bits[s] | bits[s + 1]) {
                 __m512 e = _mm512_maskz_mov_ps(
@@ -305,7 +307,7 @@ static void attend(const job *j, long at, long g, long first, long last, char *o
     uint16_t order[64];
     for (int i = 0; i < 32; i++) order[2 * i] = (uint16_t)i, order[2 * i + 1] = (uint16_t)(32 + i);
     __m512i low = _mm512_loadu_si512(order), high = _mm512_loadu_si512(order + 32);
-    for (long s = 0; s < limit; s += 2)
+    for (long s = start; s < limit; s += 2)
         for (long d = 0; d < size; d += 32) {
             __m512i a = _mm512_setzero_si512(), b = a;
             if (s < r->capacity) a = _mm512_loadu_si512(values + s * size + d);
@@ -317,7 +319,7 @@ static void attend(const job *j, long at, long g, long first, long last, char *o
         for (long d = 0; d < size; d += 32) {
             _tile_zero(0);
             _tile_zero(1);
-            for (long s = 0; s < limit; s += 32) {
+            for (long s = starts[t]; s < limits[t]; s += 32) {
                 const bf16 *v = pairs + s * size + 2 * d;
                 _tile_loadd(4, weights + t * TILE * limit + s, limit * 2);
                 _tile_loadd(5, v, size * 4);
@@ -347,13 +349,16 @@ static void see(job *j) {
         long last = r->mask ? r->used : r->begin + n + 2; /* slots 1, 2, ... hold a prompt in order */
         for (long row = n * shared; row < (n + 1) * shared; row++) {
             uint16_t bit = (uint16_t)(1u << row % TILE), *bits = j->bits + row / TILE * j->seen;
-            long top = 0;
+            long top = 0, bottom = j->seen;
             for (long s = r->mask ? 0 : 1; s < last; s++)
                 if (!r->mask || !(mask[s] & 0x7fffu)) {
                     bits[s] |= bit;
+                    bottom = s < bottom ? s : bottom;
                     top = s + 1;
                 }
+            top = up(top, 32), bottom = bottom / 32 * 32;
             if (top > j->limit[row / TILE]) j->limit[row / TILE] = top;
+            if (bottom < j->start[row / TILE]) j->start[row / TILE] = bottom;
         }
     }
 }
@@ -417,7 +422,7 @@ static void sizes_of(const model *m, long count, long used, long threads, long *
     parts[3] = rows * m->heads * m->size * 2;
     parts[4] = rows * m->inner * 2;
     parts[5] = padded / TILE * seen * 2;
-    parts[6] = padded / TILE * (long)sizeof(long);
+    parts[6] = padded / TILE * 2 * (long)sizeof(long);
     parts[7] = up(own, 4096) * threads;
     for (int i = 0; i < PARTS; i++) parts[i] = up(parts[i], 64);
 }
@@ -440,10 +445,12 @@ void forward(const model *m, const request *r, const team *t, char *memory) {
     job j = {.m = m, .r = r, .t = t, .rows = r->count * shared, .padded = up(r->count * shared, QUERIES),
              .seen = up(r->used, 32), .x = (bf16 *)at[0], .qkv = (bf16 *)at[1], .query = (bf16 *)at[2],
              .att = (bf16 *)at[3], .act = (bf16 *)at[4], .bits = (uint16_t *)at[5], .limit = (long *)at[6],
+             .start = (long *)at[6] + up(r->count * shared, QUERIES) / TILE,
              .own = at[7], .own_size = (size_t)(parts[7] / t->threads), .all = {.workers = 1}};
     memcpy(j.x, r->x, (size_t)(r->count * m->hidden) * 2);
     memset(j.bits, 0, (size_t)parts[5]);
     memset(j.limit, 0, (size_t)parts[6]);
+    for (long t = 0; t < j.padded / TILE; t++) j.start[t] = j.seen;
     see(&j);
     if (t->threads > 1) t->parallel(work, &j, (unsigned)t->threads, 0);
     else work(&j);
