@@ -69,6 +69,9 @@ METHODS = {
     "distinct width": {"verify": "cover", "threshold": 0.9, "width_rule": "distinct"},
     "paper": {"verify": "paper"},
     "continue": {"verify": "continue"},
+    "paper, fixed": {"verify": "paper", "threshold": None},
+    "continue, dynamic": {"verify": "continue", "threshold": 0.7, "min_width": 1, "draft_width": 7},
+    "paper, distinct width": {"verify": "paper", "threshold": 0.7, "min_width": 1, "width_rule": "distinct"},
     "kv one": {"verify": "cover", "kv": "one", "threshold": None},
     "speculative": {"method": "speculative"},
     "specinfer": {"method": "specinfer"},
@@ -204,7 +207,7 @@ def check_growth(device: str, quick: bool) -> list[str]:
     for way in ("model's own code", "lean, captured"):
         pair = [tree_model(way, model, role) for model, role in zip(models, ("target", "draft"), strict=True)]
         engines = Engines()
-        for name in ("multinomial", "beam", "cover", "paper"):
+        for name in ("multinomial", "beam", "cover", "paper", "continue"):
             options = {
                 "temperature": 1.0,
                 "top_k": 10,

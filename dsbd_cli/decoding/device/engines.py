@@ -149,7 +149,7 @@ class Engines:
         if draft is not None and (draft.model.lacks_ids or draft.model.device != target.model.device):
             return None
         ours, theirs = target.side(top_n[0]), None if draft is None else draft.side(top_n[1])
-        if theirs is not None and theirs.top_n < demand.draft_width:
+        if theirs is not None and theirs.top_n < _least(demand):
             return None
         limits = [model.max_positions for model in models if model is not None and model.max_positions]
         if min(limits, default=demand.gamma + 2) < demand.gamma + 2:
@@ -248,10 +248,12 @@ class Engines:
         return found  # type: ignore[no-any-return]
 
 
-def _layers(demand: Demand, eos: tuple[int, ...], target: Side, draft: Side | None) -> tuple[int, int, int]:
-    """What layers are made of: `kept`, `drawn` and `recalled` of `CoverLayout`."""
+def _layers(
+    demand: Demand, eos: tuple[int, ...], target: Side, draft: Side | None
+) -> tuple[int, int, int, bool]:
+    """What layers are made of: `kept`, `drawn`, `recalled` and `continues` of `CoverLayout`."""
     recalled = target.top_n if demand.recalls and demand.gamma else 0
-    return _kept(demand, eos, target.top_n), _drawn(demand, draft), recalled
+    return _kept(demand, eos, target.top_n), _drawn(demand, draft), recalled, demand.continues
 
 
 def _kept(demand: Demand, eos: tuple[int, ...], top_n: int) -> int:
@@ -265,7 +267,12 @@ def _drawn(demand: Demand, draft: Side | None) -> int:
     """Entries of q that a drafted layer is drawn from; 0 where it is the most probable continuations."""
     if demand.draft_processor is None or draft is None:
         return 0
-    return min(demand.draft_processor.top_n, draft.top_n)
+    return min(demand.draft_processor.top_n, max(demand.width, demand.draft_width) * draft.top_n)
+
+
+def _least(demand: Demand) -> int:
+    """The fewest entries of a row of the draft's logits from which a layer can be made."""
+    return demand.draft_width if demand.draft_processor is None else 1
 
 
 def _why_not(target: HfTreeModel, draft: HfTreeModel | None, demand: Demand) -> str | None:
@@ -280,8 +287,7 @@ def _why_not(target: HfTreeModel, draft: HfTreeModel | None, demand: Demand) -> 
         return "the draft lacks tokens of the target"
     if target.device != draft.device:
         return "the models are on different devices"
-    least = demand.draft_width if demand.draft_processor is None else 1
-    if min(draft.logits.size, draft.vocab_size) < least:
+    if min(draft.logits.size, draft.vocab_size) < _least(demand):
         return "full logits are needed"
     return None
 

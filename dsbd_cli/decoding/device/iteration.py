@@ -76,13 +76,15 @@ class DraftedLayer(NamedTuple):
 class SampledLayer(NamedTuple):
     """One layer that the target drew, on the host (`layout.VerifiedFields`): by draw, [W_L], but `finite` [W].
 
-    Under beam search they are by candidate, and logp is the score.
+    `verdicts` are those of the forest's draws that were looked at, in order, where these are tested. Under beam search
+    the others are by candidate, and logp is the score.
     """
 
     parent: list[int]
     token: list[int]
     logp: list[float]
     finite: list[bool]
+    verdicts: list[bool]
 
 
 class Outcome(NamedTuple):
@@ -110,7 +112,7 @@ class Sent:
 
     Attributes:
         space: reserved for this iteration.
-        uniforms: float64 [window, W], the first row for draws below tokens at `origin`.
+        uniforms: float64 [window, `numbers`], the first row for draws below tokens at `origin`.
         rules: of the request.
         draft_uniforms: float64 [gamma, W_S], where the forest is drawn.
         state: int64 [state_size], the beams to start from (`CoverIteration.state_of`); None: those that
@@ -203,7 +205,7 @@ class CoverIteration:
         parents = whole(verified.parent)
         counts, widths = block[:, verified.layers.at][:, 0].tolist(), (parents >= 0).sum(2).tolist()
         sampled = parents.tolist(), whole(verified.token).tolist(), real(verified.logp).tolist()
-        finite = (whole(verified.finite) > 0).tolist()
+        finite, verdicts = (whole(verified.finite) > 0).tolist(), whole(verified.verdicts).tolist()
         outcomes: list[Outcome | None] = []
         for r, one in enumerate(wanted):
             if not one:
@@ -218,7 +220,8 @@ class CoverIteration:
             drawn = []
             for i, n in enumerate(widths[r][: counts[r]]):
                 p, t, score = (part[r][i][:n] for part in sampled)
-                drawn.append(SampledLayer(p, t, score, finite[r][i]))
+                tested = [verdict > 0 for verdict in verdicts[r][i] if verdict >= 0]
+                drawn.append(SampledLayer(p, t, score, finite[r][i], tested))
             outcomes.append(Outcome(layers, drawn))
         return outcomes
 

@@ -98,8 +98,8 @@ class DeviceLaw(Protocol):
     ) -> None:  # fmt: skip
         """Layers of the target's joint for as long as the forest holds what they go on with.
 
-        `layout` says which: draws (`cover`), the best candidates (beam search), or a draw of q that is accepted as
-        one of p (speculative sampling).
+        `layout` says which: draws (`cover`), the best candidates (beam search), or draws of q that are accepted as
+        draws of p (`paper`, `continue`, speculative sampling).
 
         Args:
             best: float32 [R x nodes, 2 k + 1], packed target logits of the beams, then of the forest.

@@ -1,8 +1,8 @@
 """The law where the logits lie, in tensor operations of fixed shapes that a CUDA graph can hold.
 
-The same distribution as `law.distribution.joint` and `Sampler.sample`, and the rule `cover`
-(docs/design.md sections 1 to 3). What comes out is what was drawn from: that keeps the output exact. One
-module, since drafting and verifying are the same few steps over other tensors.
+The same distribution as `law.distribution.joint` and `Sampler.sample`, and the rule `cover`; the rules that test the
+forest's draws are in `acceptance` (docs/design.md sections 1 to 3). What comes out is what was drawn from: that keeps
+the output exact. One module, since drafting and verifying are the same few steps over other tensors.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from dsbd_cli.decoding.cache.buffers import TreeMasks
 from dsbd_cli.decoding.cache.logits import finite_logits, log_probabilities, pack
+from dsbd_cli.decoding.device.acceptance import accept_draws, draws_accepted, draws_of, tests_of
 from dsbd_cli.decoding.device.layout import CoverLayout, DraftLayout, ForestFields
 from dsbd_cli.decoding.model.protocol import Side
 
@@ -101,58 +102,33 @@ def joint_of(
 
 def drawn_from(joint: Joint, uniforms: Tensor, distinct: bool, count: Tensor) -> Drafted:
     """A layer of at most `count` draws, int64 [1], the others not `there`."""
-    parent, token, logp, prob, weight = joint
-    order = torch.argsort((parent << 32) | token)
-    parent, token, logp, prob, weight = (x[order] for x in (parent, token, logp, prob, weight))
-    there = torch.arange(len(uniforms), device=prob.device) < count
+    joint = canonical(joint)
+    there = torch.arange(len(uniforms), device=count.device) < count
     if distinct:
-        left, drawn = prob, []
+        left, drawn = joint.prob, []
         for i in range(len(uniforms)):
-            drawn.append(_draws(left, uniforms[i : i + 1]))
+            drawn.append(draws_of(left, uniforms[i : i + 1]))
             there[i] &= left.sum() > 0
             left = left.scatter(0, drawn[i], 0.0)
         draws = torch.cat(drawn)
     else:
-        draws = _draws(prob, uniforms)
+        draws = draws_of(joint.prob, uniforms)
+    return layer_of_draws(joint, draws, there)
+
+
+def canonical(joint: Joint) -> Joint:
+    """The joint in the order that draws go by: parent, then token."""
+    order = torch.argsort((joint.parent << 32) | joint.token)
+    return Joint(*(part[order] for part in joint))
+
+
+def layer_of_draws(joint: Joint, draws: Tensor, there: Tensor) -> Drafted:
+    """The layer of these entries of a joint in canonical order."""
+    parent, token, logp, prob, weight = joint
     again = (draws[:, None] == draws[None, :]).tril(-1).any(1)
     return Drafted(
         parent, token, logp, prob, draws, weight[draws].masked_fill(again | ~there, -torch.inf), there
     )
-
-
-def _draws(weights: Tensor, uniforms: Tensor) -> Tensor:
-    """iid draws of weights [M], int64 like the uniforms."""
-    cumulative = torch.cumsum(weights, 0)
-    draws = torch.searchsorted(cumulative, uniforms * cumulative[-1], right=True)
-    # The product can round up to the full sum; the last entry with mass takes that sliver.
-    last = torch.searchsorted(cumulative, cumulative[-1:])
-    # (Without any parent all is NaN: the host cuts the forest here, the indices must only be some.)
-    return torch.minimum(draws, last).clamp(max=len(weights) - 1)
-
-
-def accepted_from(
-    joint: Joint, q_tokens: Tensor, q: Tensor, draws: Tensor, tested: Tensor, uniforms: Tensor
-) -> Drafted:
-    """A layer of one draw: the draft's own if it is accepted, else one of the residual (`law.verification.accept_one`).
-
-    Args:
-        joint: p, of one parent.
-        q_tokens, q: int64 and float64 [M], what the draft drew from; 0 outside its support.
-        draws: int64 [1], its draw.
-        tested: bool [1]; where it is False the layer is a draw of p.
-        uniforms: float64 [2], to accept and to draw with.
-    """
-    parent, token, logp, prob, weight = joint
-    order = torch.argsort((parent << 32) | token)
-    parent, token, logp, prob, weight = (x[order] for x in (parent, token, logp, prob, weight))
-    mine = token == q_tokens[draws]
-    chance = torch.where(mine, prob, 0.0).sum(0, keepdim=True)
-    accepted = tested & (chance > 0) & (uniforms[:1] * q[draws] < chance)
-    shared = torch.where(token[:, None] == q_tokens[None, :], q[None, :], 0.0).sum(1)
-    rest = (prob - shared).clamp(min=0)
-    rest = torch.where(tested & (rest.sum() > 0), rest, prob)
-    which = torch.where(accepted, mine.int().argmax(0, keepdim=True), _draws(rest, uniforms[1:]))
-    return Drafted(parent, token, logp, prob, which, weight[which], torch.ones_like(accepted))
 
 
 def draws_holding(joint: Joint, mass: Tensor, min_width: Tensor, width: int) -> Tensor:
@@ -371,13 +347,16 @@ class TorchLaw:
         parents, tokens = forest.parent.of(outcome)[0], forest.token.of(outcome)[0]
         weights = forest.weight.of(outcome, torch.float64)[0]
         # Of each node of the forest, its parent's place among all nodes.
-        layer = torch.arange(gamma, device=device)[:, None]
-        above = parents + torch.where(layer > 0, width + (layer - 1) * draft_width, 0)
-        at = torch.arange(width, device=device)  # nodes whose logits the next layer is drawn from
+        layer = torch.arange(gamma, device=device)
+        first = torch.where(layer > 0, width + (layer - 1) * draft_width, 0)
+        above = parents + first[:, None]
+        here = torch.arange(width, device=device)
+        at = here  # nodes whose logits the next layer is drawn from
         score = now.score.of(state, torch.float64)[0]
         going = torch.ones(1, dtype=torch.bool, device=device)
         # Where one beam is kept, and the forest holds it: one more layer, from it alone.
         one_beam, more = sent.one_beam.of(request)[0] > 0, torch.zeros_like(going)
+        goes_on = going  # whatever of it the forest holds
         count = torch.zeros(1, dtype=torch.long, device=device)
         token, node, weight_after = now.token.of(state)[0], at, score
         known = torch.zeros_like(at)
@@ -395,18 +374,24 @@ class TorchLaw:
                 shown = torch.where(search.score > -torch.inf, search.parent, -1), search.token, search.score
             elif layout.drawn:
                 joint = joint_of(score, ids, logps, greedy, support, temperature, top_p)
+                wide = draws_holding(joint, mass, min_width, width)
+                joint = canonical(joint)
                 tested = position + depth + 1 < last if depth < gamma else torch.zeros_like(going)
-                at_depth = min(depth, gamma - 1)
-                q = forest.prob.of(outcome, torch.float64)[0, at_depth]
-                drafted = (
-                    forest.support_token.of(outcome)[0, at_depth],
-                    q,
-                    forest.draws.of(outcome)[0, at_depth],
-                )
-                drawn = accepted_from(joint, *drafted, tested, uniforms[depth])
+                drafted = min(depth, gamma - 1)
+                q_node = forest.support_parent.of(outcome)[0, drafted] + first[drafted]
+                q_token = forest.support_token.of(outcome)[0, drafted]
+                same = (at[joint.parent][:, None] == q_node) & (joint.token[:, None] == q_token)
+                q = forest.prob.of(outcome, torch.float64)[0, drafted]
+                tests = tests_of(joint.prob, same, q, forest.draws.of(outcome)[0, drafted])
+                by_forest = torch.where(tested, draws_accepted(tests, slack, min_width, width), width)
+                wide = torch.where(slack >= 0, by_forest, wide)
+                accepted = accept_draws(tests, wide, tested, uniforms[depth], width)
+                verified.verdicts.of(outcome)[0, depth] = accepted.verdicts
+                drawn = layer_of_draws(joint, accepted.draws, here < wide)
                 parent, new = drawn.parent[drawn.draws], drawn.token[drawn.draws]
                 weight = drawn.scores.masked_fill(torch.isin(new, eos), -torch.inf)
-                shown = parent, new, drawn.logp[drawn.draws]
+                shown = torch.where(drawn.there, parent, -1), new, drawn.logp[drawn.draws]
+                goes_on = accepted.whole | ~tested | layout.continues
             else:
                 joint = joint_of(score, ids, logps, greedy, support, temperature, top_p)
                 wide = draws_holding(joint, mass, min_width, width)
@@ -443,7 +428,9 @@ class TorchLaw:
             live = torch.isfinite(weight)
             passed, alone = (held | ~live).all(), _only_best(weight)
             again = one_beam & going & ~more & ~passed & (held & torch.isfinite(alone)).any()
-            going = (going & ~more & passed & live.any()) | again
+            if layout.drawn:
+                again = torch.zeros_like(again)
+            going = (going & ~more & passed & goes_on & live.any()) | again
             at, score, more = place, torch.where(again, alone, weight), again
         weight_after = torch.where(one_beam, _only_best(weight_after), weight_after)
         verified.layers.of(outcome)[0] = count

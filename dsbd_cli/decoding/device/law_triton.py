@@ -378,7 +378,7 @@ def _verify(
     R_LAST: tl.constexpr, R_ONE_BEAM: tl.constexpr, R_UNIFORMS: tl.constexpr,
     F_PARENT: tl.constexpr, F_TOKEN: tl.constexpr, F_WEIGHT: tl.constexpr,
     V_PARENT: tl.constexpr, V_TOKEN: tl.constexpr, V_LOGP: tl.constexpr, V_FINITE: tl.constexpr,
-    V_LAYERS: tl.constexpr,
+    V_VERDICTS: tl.constexpr, V_LAYERS: tl.constexpr,
     F_SUPPORT_TOKEN: tl.constexpr, F_PROB: tl.constexpr, F_DRAWS: tl.constexpr,
     KEPT: tl.constexpr, DRAWN: tl.constexpr, ENTRIES: tl.constexpr, GREEDY: tl.constexpr, DISTINCT: tl.constexpr,
     COUNT: tl.constexpr, WIDE: tl.constexpr,
@@ -488,6 +488,7 @@ def _verify(
                     tl.float64, bitcast=True
                 )
                 pick = tl.where(accepted, x, _picked(key, rest, u))
+                tl.store(out + V_VERDICTS + depth, tl.where(tested, accepted.to(tl.int64), -1))
             elif DISTINCT:
                 pick = tl.full([BEAMS], -1, tl.int64)
                 left = prob
@@ -572,6 +573,8 @@ class TritonLaw:
 
     def takes(self, layout: CoverLayout, target_top_n: int, draft_top_n: int) -> bool:
         width, draft_width = layout.width, layout.draft_width
+        if layout.drawn and max(width, draft_width) > 1:  # speculative sampling's one draw only
+            return False
         joint = max(width * target_top_n, max(width, draft_width) * draft_top_n)
         return max(target_top_n, draft_top_n, draft_width, width) <= _MOST_ENTRIES and joint <= _MOST_JOINT
 

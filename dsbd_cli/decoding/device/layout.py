@@ -150,6 +150,7 @@ class VerifiedFields(NamedTuple):
             draw, behind all others: the layer is narrower.
         token: of the draw. logp: float64, its raw log-probability.
         finite: by place above, 1 where its target logits are numbers.
+        verdicts: [gamma + 1, W_S] where the forest's draws are tested: 1 accepted, 0 rejected, -1 not looked at.
         layers: [1], how many of them hold.
     """
 
@@ -157,6 +158,7 @@ class VerifiedFields(NamedTuple):
     token: Field
     logp: Field
     finite: Field
+    verdicts: Field
     layers: Field
 
 
@@ -177,9 +179,10 @@ class CoverLayout:
         requests: R.
         width, draft_width, gamma: W, W_S and gamma; gamma 0 where nothing is drafted.
         kept: candidates of a layer of beam search; 0 where layers are drawn.
-        drawn: M, where the forest is draws of q that are accepted or not (W = W_S = 1); 0 where it is the most
-            probable continuations.
-        numbers: random numbers that a layer has: W, and where a draw is tested one for that and one to draw with.
+        drawn: M, where the forest is draws of q that are accepted or not; 0 where it is the most probable
+            continuations.
+        continues: a layer that was not accepted whole goes on where the forest holds what it was filled up with.
+        numbers: random numbers that a layer has: W to draw with, and before them one to test each draw of q with.
         nodes, draft_nodes: places that a request needs in either tree.
         recalled: entries of a row of the target's logits that the next iteration may propose from; 0 where it
             proposes by the draft alone.
@@ -197,6 +200,7 @@ class CoverLayout:
     gamma: int
     kept: int
     drawn: int
+    continues: bool
     numbers: int
     nodes: int
     draft_nodes: int
@@ -216,11 +220,12 @@ class CoverLayout:
     @classmethod
     def of(
         cls, requests: int, width: int, draft_width: int, gamma: int, kept: int = 0, drawn: int = 0,
-        recalled: int = 0,
+        recalled: int = 0, continues: bool = False,
     ) -> CoverLayout:  # fmt: skip
         nodes = width + gamma * draft_width
         draft_nodes = 2 * width + (gamma - 1) * draft_width if gamma else 0
-        window, numbers = 2 * (gamma + 1), 2 if drawn else width
+        tested = draft_width if drawn else 0
+        window, numbers = 2 * (gamma + 1), tested + width
         state, request, outcome = _Fields(), _Fields(), _Fields()
         state_fields = StateFields._make([*(state(width) for _ in range(8)), state(1), state(1)])
         request_fields = CoverRequestFields._make(
@@ -235,9 +240,11 @@ class CoverLayout:
         memory(outcome.size if recalled else 0)
         rows = memory((row_count + 1) // 2)
         widths = [kept or width] * 3 + [width]
-        verified = VerifiedFields._make([*(outcome(gamma + 1, size) for size in widths), outcome(1)])
+        verified = VerifiedFields._make(
+            [*(outcome(gamma + 1, size) for size in (*widths, tested)), outcome(1)]
+        )
         return cls(
-            requests, width, draft_width, gamma, kept, drawn, numbers, nodes, draft_nodes, recalled, window,
+            requests, width, draft_width, gamma, kept, drawn, continues, numbers, nodes, draft_nodes, recalled, window,
             state_fields, request_fields, forest, verified, rows, row_count, state.size, request.size, outcome.size,
             memory.size,
         )  # fmt: skip

@@ -2,7 +2,7 @@
 
 The host's side of `CoverIteration`: what the device decided becomes nodes, and the caches learn of it.
 Launching ahead, waiting, committing and dropping are one call, `step`, so their order cannot be got
-wrong. docs/design.md section 3 (why `cover` and beam search can run ahead) and section 5 (the cache). One module, since
+wrong. docs/design.md section 3 (why a device can run ahead) and section 5 (the cache). One module, since
 what is launched ahead, what is committed and what is dropped are the same few records.
 """
 
@@ -200,7 +200,7 @@ class _AsNumbers:
 
 
 class Pipeline:
-    """Runs `cover` iterations of R requests on the device, one ahead of the host.
+    """Runs iterations of R requests on the device, one ahead of the host.
 
     Requests come and go between iterations: what the device did for one that is gone is not looked at.
 
@@ -241,18 +241,20 @@ class Pipeline:
 
     @torch.inference_mode()
     def join(self, seat: Seat, request: Request, commit: Commit) -> _Lane | None:
-        """A lane for a request, from its active set on, which no model has computed; None where there is none."""
+        """A lane for a request, from its active set on; None where there is none."""
         models = [model for model in (seat.target, seat.draft) if model is not None]
         limits = [model.max_depth for model in models if model.max_depth is not None]
         deepest = min(limits) - self._iteration.layout.gamma if limits else None
         beams = request.hypotheses.active
         if not self._usable or None not in self._lanes or not isinstance(request.sampler, SeededSampler):
             return None
-        if any(node in model.tree for model in models for node in beams):
+        layout, drafting = self._iteration.layout, None
+        computed = [[node for node in beams if node in model.tree] for model in models]
+        # The host draws a layer of `cover` from what it knows, without another target call.
+        if any(computed) and not layout.drawn:
             return None
         if not all(node.parent is not None and node.parent in seat.target.tree for node in beams):
             return None
-        layout, drafting = self._iteration.layout, None
         uniforms = _Uniforms(request.sampler, layout.numbers)
         if layout.drawn:
             if not isinstance(request.draft_sampler, SeededSampler):
@@ -265,6 +267,9 @@ class Pipeline:
         )
         if not lane.fits(beams[0].depth):
             return None
+        for model, nodes in zip(models, computed, strict=True):  # the iteration computes them itself
+            model.tree.roll_back(nodes)
+            model.logits.forget(nodes)
         lane.state = self._state_of(lane)
         self._lanes[self._lanes.index(None)] = lane
         # With one lane nobody else can join: the device may begin while the host is busy.
@@ -278,8 +283,8 @@ class Pipeline:
         """Launch the next iteration, wait for the one in flight, and commit what it decided.
 
         `commit` of every lane is called for every layer, in order, with its draws and, where there is a
-        drafted layer beside it, whether the forest holds each; it returns whether the request goes on. Past
-        a layer where it does not, what the device did is dropped.
+        drafted layer beside it, whether the forest holds each, or the verdicts on that layer's draws; it returns
+        whether the request goes on. Past a layer where it does not, what the device did is dropped.
 
         Raises:
             RunError: a model gave logits that are not finite.
@@ -474,6 +479,8 @@ class Pipeline:
                 # The device looks for nodes that may have children; a drafted end is drafted as well.
                 held = drafted.held(depth, layer, shown, kept)
                 passed = all(held[i] for i, node in zip(kept, above, strict=True) if node is not None)
+                if self._iteration.layout.drawn:
+                    held = layer.verdicts
             goes_on = commit(shown, held)
             # The device knows nothing of stop strings and budgets.
             whole = goes_on and all(node.finish in (None, "eos") for node in draws)

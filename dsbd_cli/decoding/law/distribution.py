@@ -185,9 +185,14 @@ def draw_distinct(sampler: Sampler, weights: np.ndarray, count: int) -> list[int
         (index,) = sampler.sample(left, 1)
         drawn.append(index)
         left[index] = 0.0
-    if len(drawn) < count:
-        sampler.sample(np.ones(1), count - len(drawn))
+    pass_over(sampler, count - len(drawn))
     return drawn
+
+
+def pass_over(sampler: Sampler, count: int) -> None:
+    """Leave so many random numbers unused."""
+    if count:
+        sampler.sample(np.ones(1), count)
 
 
 class SeededSampler:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from dsbd_cli.decoding.law.distribution import Sampler, draw_distinct, draw_layer, residual
+from dsbd_cli.decoding.law.distribution import Sampler, draw_distinct, draw_layer, pass_over, residual
 
 # Halvings of the range of rho, from 1 to k: down to the last places of a float.
 _BISECTIONS = 52
@@ -69,6 +69,10 @@ def covered(draws: Sequence[int], held: Sequence[bool | None]) -> Verified:
 def accept_draws(p: np.ndarray, q: np.ndarray, drafted: list[int], width: int, sampler: Sampler) -> Verified:
     """`paper` and `continue`: Algorithm 1 with the errata applied; accept draws of q as draws of p, then fill up.
 
+    Asks for len(drafted) + width random numbers, whatever is accepted: one at the place of each test, then one at
+    the place of each draw, so that a device can be given them before p and q are known. With one draw and a width
+    of 1 this is speculative sampling.
+
     Args:
         p: [n] target distribution over the accepted beams, sums to 1.
         q: [n] draft distribution restricted to those beams, NOT renormalised.
@@ -83,7 +87,10 @@ def accept_draws(p: np.ndarray, q: np.ndarray, drafted: list[int], width: int, s
         if len(draws) == width:
             break
         # p'/q, not the printed q/p' (docs/design.md section 7). A dead beam's draw has p' = 0: rejected.
-        accepted = draw >= 0 and current[draw] > 0 and sampler.accept(current[draw], q[draw])
+        possible = draw >= 0 and current[draw] > 0
+        accepted = possible and sampler.accept(current[draw], q[draw])
+        if not possible:
+            pass_over(sampler, 1)
         verdicts.append(bool(accepted))
         if accepted:
             draws.append(draw)
@@ -91,24 +98,12 @@ def accept_draws(p: np.ndarray, q: np.ndarray, drafted: list[int], width: int, s
         else:
             current = residual(current, q)
     passed = len(draws) == width
+    pass_over(sampler, len(drafted) - len(verdicts) + len(draws))
     if not passed:
         # The open chain of rejections owes one draw from its residual; the rest are free draws of p.
         draws += sampler.sample(current, 1)
         draws += sampler.sample(p, width - len(draws)) if len(draws) < width else []
     return Verified(tuple(draws), tuple(verdicts), passed)
-
-
-def accept_one(p: np.ndarray, q: np.ndarray, draw: int, sampler: Sampler) -> Verified:
-    """`accept_draws` of one draw for a layer of one, from two random numbers whatever comes of the first.
-
-    So a device can be given them before p and q are known. Arguments as there.
-    """
-    possible = draw >= 0 and p[draw] > 0
-    accepted = possible and sampler.accept(p[draw], q[draw])
-    if not possible:
-        sampler.sample(np.ones(1), 1)
-    (other,) = sampler.sample(np.ones(1) if accepted else residual(p, q), 1)
-    return Verified((draw if accepted else other,), (bool(accepted),), bool(accepted))
 
 
 def accept_distinct_draws(
@@ -117,7 +112,7 @@ def accept_distinct_draws(
     """`paper` and `continue` for distinct draws: draws of q without replacement become such draws of p.
 
     Recursive rejection (Jeon et al. 2024), one chain for each draw of p: a rejected draw leaves q, an
-    accepted one leaves both (docs/design.md section 3).
+    accepted one leaves both (docs/design.md section 3). Its random numbers are those of `accept_draws`.
 
     Args:
         p: [n] target distribution over the accepted beams, sums to 1; 0 below dead ones.
@@ -125,7 +120,7 @@ def accept_distinct_draws(
         drafted: distinct indices, in the order they were drawn.
         width: W_L >= 1; a layer has fewer draws where p has fewer continuations.
     """
-    width = min(width, int(np.count_nonzero(p)))
+    asked, width = width, min(width, int(np.count_nonzero(p)))
     target, draft = p, q
     current = target
     draws: list[int] = []
@@ -133,7 +128,10 @@ def accept_distinct_draws(
     for index in drafted:
         if len(draws) == width:
             break
-        accepted = current[index] > 0 and sampler.accept(current[index], draft[index])
+        possible = current[index] > 0
+        accepted = possible and sampler.accept(current[index], draft[index])
+        if not possible:
+            pass_over(sampler, 1)
         verdicts.append(bool(accepted))
         if accepted:
             draws.append(index)
@@ -142,10 +140,12 @@ def accept_distinct_draws(
             current = residual(current, draft)
         draft = _without(draft, index)
     passed = len(draws) == width
+    pass_over(sampler, len(drafted) - len(verdicts) + len(draws))
     if not passed:
         # The open chain owes one draw of its residual; the rest are draws of what is left of p.
         draws += sampler.sample(current, 1)
         draws += draw_distinct(sampler, _without(target, draws[-1]), width - len(draws))
+    pass_over(sampler, asked - width)
     return Verified(tuple(draws), tuple(verdicts), passed)
 
 

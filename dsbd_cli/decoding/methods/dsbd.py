@@ -17,12 +17,11 @@ from typing import TypeVar
 
 import numpy as np
 
-from dsbd_cli.decoding.law.distribution import Sampler, Support, draw_layer
+from dsbd_cli.decoding.law.distribution import Sampler, Support, draw_layer, pass_over
 from dsbd_cli.decoding.law.verification import (
     Verified,
     accept_distinct_draws,
     accept_draws,
-    accept_one,
     align,
     cover,
     covered,
@@ -98,10 +97,10 @@ class Run(Request):
             yield Compute(self.target, [*self.hypotheses.active, *forest.unfinished()])
 
     def take(self, draws: list[Node], held: list[bool] | None) -> bool:
-        """Commit a layer that the engine drew, from the random numbers of `cover_layers` (`protocol.Commit`)."""
+        """Commit a layer that the engine drew, from the random numbers of `layers_of` (`protocol.Commit`)."""
         verified = None
-        if held is not None and self.one_tested:
-            verified = Verified((), tuple(held), all(held))
+        if held is not None and self.tested:
+            verified = Verified((), tuple(held), sum(held) == len(draws))
         elif held is not None:
             # A finished sequence needs no node of the forest.
             verified = covered(
@@ -161,23 +160,16 @@ class Run(Request):
         return layer
 
     def sample_layer(self) -> Layer:
-        """W draws of `p_beam` (or as many as p alone asks for): the layer of plain beam sampling."""
+        """W draws of `p_beam` (or as many as p alone asks for): the layer of plain beam sampling.
+
+        It always has `tested` + W random numbers: a device can then be given them before p is known.
+        """
         support, rule = self.p_beam(), self.dynamic_width
         width = rule.of(support.prob) if isinstance(rule, DistinctWidth) else self.width
-        if self.one_tested:  # of a layer's two numbers the first is what a draft would be tested with
-            self.sampler.sample(np.ones(1), 1)
+        pass_over(self.sampler, self.tested)
         draws = draw_layer(self.sampler, support.prob, width, self.distinct)
-        self.skip_numbers(width)
+        pass_over(self.sampler, self.width - width)
         return self.commit([self.node(support, i) for i in draws])
-
-    def skip_numbers(self, width: int) -> None:
-        """Pass over what a layer of `width` draws leaves of its W random numbers.
-
-        Of plain sampling and `cover` a layer always has W of them: a device can then be given them before p is
-        known.
-        """
-        if width < self.width:
-            self.sampler.sample(np.ones(1), self.width - width)
 
     def finish_iteration(
         self, forest: Forest, ahead: str | None = None, by: Engine | None = None
@@ -254,11 +246,11 @@ def verify_layer(run: Run, drafted: DraftLayer, depth: int, own_rule: Accept | N
         width = run.width if rule is None else rule.for_draws(p, q, len(drafted.draws))
     if own_rule is not None:
         verified = own_rule(p, q, draws, run.sampler)
-    elif run.one_tested:
-        verified = accept_one(p, q, draws[0], run.sampler)
     else:
         accept = accept_distinct_draws if run.distinct else accept_draws
         verified = accept(p, q, draws, width, run.sampler)
+    if run.tested:
+        pass_over(run.sampler, run.tested - len(draws) + run.width - width)
     # A draw has mass under p, so its key is one of the support's own (ascending) keys.
     own = np.searchsorted(keys(support.parent, support.token), union[list(verified.draws)])
     return run.commit([run.node(support, int(i)) for i in own], verified, depth)
@@ -319,7 +311,7 @@ def cover_layers(run: Run, forest: Forest) -> Iterator[Layer]:
             return nodes[-1] in inside or (None if nodes[-1].finish else run.target.has_logits(nodes[-1]))
 
         verified = cover(support.prob, width, held, run.sampler, run.distinct)
-        run.skip_numbers(width)
+        pass_over(run.sampler, run.width - width)
         yield run.commit(nodes, verified, depth)
         if run.hypotheses.stopped() or not run.logits_known():
             return

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Generator, Sequence
 from typing import Protocol
 
-import numpy as np
-
 from dsbd_cli.decoding.law.distribution import (
     LogitsProcessor,
     Row,
@@ -15,6 +13,7 @@ from dsbd_cli.decoding.law.distribution import (
     draw_layer,
     joint,
     most_probable,
+    pass_over,
 )
 from dsbd_cli.decoding.methods.best_first import most_probable_nodes
 from dsbd_cli.decoding.model.protocol import Compute, TreeModel
@@ -136,7 +135,7 @@ class DraftModelProposer:
             probable |= found
             parents, scores = list(found), list(found.values())
         if len(layers) < self._numbers:
-            self._sampler.sample(np.ones(1), (self._numbers - len(layers)) * self._width)
+            pass_over(self._sampler, (self._numbers - len(layers)) * self._width)
         if self._nodes:
             layers = most_probable_nodes(layers, probable, self._nodes, self._knows)
         return Forest(layers)

@@ -47,12 +47,11 @@ def draws_distinct(settings: Settings) -> bool:
     )
 
 
-def tests_one_draw(settings: Settings) -> bool:
-    """Whether this is speculative sampling: one sequence, and one draw of q a layer that is accepted or not."""
-    one = settings.width == settings.draft_width == 1 and not draws_distinct(settings)
-    return settings.method == "speculative" or (
-        settings.method == "dsbd" and one and not takes_most_probable(settings)
-    )
+def draws_tested(settings: Settings) -> int:
+    """Draws of q that a layer is tested with: one in speculative sampling, W_S under `paper` and `continue`."""
+    if settings.method == "speculative":
+        return 1
+    return settings.draft_width if settings.method == "dsbd" and not takes_most_probable(settings) else 0
 
 
 def width_rule_of(settings: Settings) -> ThresholdWidth | DistinctWidth | None:
@@ -163,10 +162,10 @@ def demand_of(settings: Settings, drafts: bool) -> Demand:
     width = 1 if one_beam else settings.width
     plain = not drafts or settings.method not in DRAFTING
     why_not_pipelined = why_not_captured = ""
-    if not plain and not takes_most_probable(settings) and not tests_one_draw(settings):
+    if not plain and draws_distinct(settings) and not takes_most_probable(settings):
+        why_not_pipelined = why_not_captured = "the host drafts distinct draws"
+    if not plain and settings.method == "specinfer":
         why_not_pipelined = "which random numbers come next depends on what is accepted"
-    if draws_distinct(settings) and not takes_most_probable(settings):
-        why_not_captured = "the host drafts distinct draws"
     if not plain and (on_host := host_proposals(settings)):
         why_not_pipelined = why_not_captured = on_host
     if not plain and settings.method == "specinfer" and settings.tree_rule != "specinfer":
@@ -181,6 +180,7 @@ def demand_of(settings: Settings, drafts: bool) -> Demand:
         draft_processor=None if takes_most_probable(settings) else draft_processor(settings),
         distinct=draws_distinct(settings),
         search=settings.deterministic,
+        continues=draws_tested(settings) > 1 and settings.verify == "continue",
         recalls=not plain and forest_is_free(settings),
         why_not_pipelined=why_not_pipelined,
         why_not_captured=why_not_captured,
@@ -257,7 +257,7 @@ def start(
         target=target,
         distinct=draws_distinct(settings),
         draft_sampler=draft_sampler,
-        one_tested=tests_one_draw(settings) and proposer is not None and gamma > 0,
+        tested=draws_tested(settings) if proposer is not None and gamma > 0 else 0,
         dynamic_width=width_rule_of(settings),
         proposer=proposer,
         kv_one=kv_one,

@@ -108,9 +108,10 @@ class Demand:
         draft_processor: T of the draft, or None: the forest holds its most probable continuations.
         distinct: the target's draws of a layer are distinct.
         search: a layer holds the best continuations (beam search), not draws.
+        continues: a layer that was not accepted whole goes on where the forest holds what it was filled up with.
         recalls: a forest may hold what the target has said before: the text is the same whatever it holds.
-        why_not_pipelined: why this method cannot run ahead of the host; empty where it can (`cover`, plain
-            sampling and beam search).
+        why_not_pipelined: why this method cannot run ahead of the host; empty where it can (all but
+            token trees and tested distinct draws).
         why_not_captured: why its forests cannot be drafted in a captured iteration; empty where they can.
     """
 
@@ -121,13 +122,14 @@ class Demand:
     draft_processor: LogitsProcessor | None = None
     distinct: bool = False
     search: bool = False
+    continues: bool = False
     recalls: bool = False
     why_not_pipelined: str = ""
     why_not_captured: str = ""
 
 
-# Takes a layer's draws (of beam search: its candidates, best first) and whether the forest holds each (None: no
-# drafted layer beside it); whether the request goes on.
+# Takes a layer's draws (of beam search: its candidates, best first) and whether the forest holds each, or where its
+# own draws are tested the verdicts on those (None: no drafted layer beside it); whether the request goes on.
 Commit = Callable[[list[Node], "list[bool] | None"], bool]
 
 

@@ -27,7 +27,8 @@ class Request:
         draft_width: W_S, draws (or, for `cover`, distinct continuations) in each layer of a forest.
         gamma: layers to draft in an iteration, at most; 0 without a draft.
         draft_sampler: the random numbers of q, where forests are drawn.
-        one_tested: one sequence, and one draw of q a layer that is accepted or not: speculative sampling.
+        tested: draws of q that a layer of p is tested with; so many random numbers it has before those that it
+            draws with, whatever forest there is. 0: none, its draws are asked for (`cover`).
         kv_one: the memory-constrained mode: only the best beam goes on behind an iteration.
     """
 
@@ -42,4 +43,4 @@ class Request:
     gamma: int = 0
     kv_one: bool = False
     draft_sampler: Sampler | None = None
-    one_tested: bool = False
+    tested: int = 0

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from typing import Any
 
 import pytest
 import torch
 
+from dsbd_cli.decoding.device.engines import Engines
 from dsbd_cli.decoding.device.law import DeviceLaw
 from dsbd_cli.decoding.device.law_torch import TorchLaw
 from tests.decoding.device.helpers import related
@@ -29,3 +31,16 @@ def law(request: pytest.FixtureRequest) -> tuple[DeviceLaw, torch.device]:
     from dsbd_cli.decoding.device.law_triton import TritonLaw
 
     return TritonLaw(), torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+@pytest.fixture
+def _verified_by_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The device drafts and computes, as where iterations cannot be pipelined; the host verifies."""
+    choose = Engines.choose
+
+    def not_pipelined(self: Engines, target: Any, draft: Any, demand: Any, *rest: Any) -> Any:
+        return choose(
+            self, target, draft, dataclasses.replace(demand, why_not_pipelined="not asked for"), *rest
+        )
+
+    monkeypatch.setattr(Engines, "choose", not_pipelined)

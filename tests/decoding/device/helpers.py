@@ -49,6 +49,8 @@ PIPELINED: dict[str, dict[str, Any]] = {
     "dynamic from one": {"threshold": 0.6, "min_width": 1, "width": 6, "draft_width": 4},
     "kv-one": WAYS["kv-one"],
     "kv-one dynamic": {"kv": "one", "threshold": 0.8, "min_width": 1},
+    "paper": WAYS["paper"],
+    "continue": WAYS["continue"],
     "speculative": WAYS["speculative"],
     "speculative hot": {"method": "speculative", "gamma": 5, "temperature": 2.0, "top_p": 1.0},
     "speculative greedy": {"method": "speculative", "temperature": 0.0},
@@ -56,6 +58,23 @@ PIPELINED: dict[str, dict[str, Any]] = {
     "deterministic wide": {"deterministic": True, "width": 6, "draft_width": 9, "early_stopping": "never"},
     "deterministic beam": {"method": "beam", "deterministic": True, "width": 3},
     "deterministic one": {"deterministic": True, "width": 1, "min_width": 1, "length_penalty": 2.0},
+}
+# Draws of q that are tested: sizes, widths, and what a layer goes on behind.
+TESTED: dict[str, dict[str, Any]] = {
+    "paper dynamic": {"verify": "paper", "threshold": 0.6, "min_width": 1, "width": 5, "draft_width": 7},
+    "paper of distinct width": {
+        "verify": "paper",
+        "threshold": 0.7,
+        "min_width": 1,
+        "width_rule": "distinct",
+    },
+    "paper narrow forest": {"verify": "paper", "threshold": None, "draft_width": 2},
+    "paper one beam": {"verify": "paper", "threshold": None, "width": 1, "min_width": 1, "draft_width": 3},
+    "paper kv-one": {"verify": "paper", "kv": "one", "threshold": 0.5, "min_width": 2},
+    "paper greedy": {"verify": "paper", "temperature": 0.0},
+    "continue dynamic": {"verify": "continue", "threshold": 0.8, "min_width": 2, "draft_width": 8},
+    "continue wide": {"verify": "continue", "threshold": None, "width": 6, "draft_width": 9, "gamma": 5},
+    "continue kv-one": {"verify": "continue", "kv": "one", "threshold": None},
 }
 
 
@@ -77,7 +96,7 @@ class Trees(list[HfTreeModel]):
 
 
 def settings_of(way: str, **more: Any) -> Settings:
-    options = (WAYS | PIPELINED)[way]
+    options = (WAYS | PIPELINED | TESTED)[way]
     base = {} if "deterministic" in options else {"temperature": 1.0, "top_k": 10, "top_p": 0.9}
     # A device drafts full forests; on a CPU the host alone would spare some of them.
     sizes = {"width": 4, "draft_width": 5, "gamma": 3, "forest": "full"}

@@ -26,8 +26,9 @@ def broken(self, request, steps):
         (settings_of("cover"), ""),
         (settings_of("greedy"), ""),
         (settings_of("cover-dynamic"), ""),
-        (settings_of("paper"), "accepted"),
-        (settings_of("continue"), "accepted"),
+        (settings_of("paper"), ""),
+        (settings_of("continue"), ""),
+        (settings_of("paper", draws="distinct", threshold=None), "distinct"),
         (settings_of("speculative"), ""),
         (settings_of("kv-one"), ""),
         (settings_of("deterministic"), ""),
@@ -65,11 +66,19 @@ def test_sentences_say_what_runs_and_why(pair):
     models = trees(pair, True)
     begun(models, settings_of("cover"), 0)
     assert models.choice.describe().startswith("pipelined iterations, the device verifies (T")
+    begun(models, settings_of("paper", draws="distinct", threshold=None), 0)
+    why = "the host drafts distinct draws"
+    assert models.choice.describe() == f"step by step on the host (not pipelined: {why}; not captured: {why})"
+
+
+@pytest.mark.usefixtures("_verified_by_the_host")
+def test_a_sentence_says_why_the_host_verifies(pair):
+    models = trees(pair, True)
     begun(models, settings_of("paper"), 0)
-    why = "which random numbers come next depends on what is accepted"
-    assert models.choice.describe() == f"captured iterations, the host verifies (not pipelined: {why})"
+    assert models.choice.describe() == "captured iterations, the host verifies (not pipelined: not asked for)"
 
 
+@pytest.mark.usefixtures("_verified_by_the_host")
 def test_what_cannot_be_captured_is_drafted_step_by_step(pair, monkeypatch):
     settings = settings_of("paper")
     wanted = told(trees(pair, None), settings, 1)
@@ -108,6 +117,7 @@ def test_where_iterations_cannot_be_pipelined_the_host_verifies(pair, monkeypatc
         assert models.choice.proposer is not None
 
 
+@pytest.mark.usefixtures("_verified_by_the_host")
 def test_no_memory_for_an_iteration_is_not_remembered(pair, monkeypatch):
     prepare, short = DraftIteration.prepare, [True]
 
@@ -135,7 +145,7 @@ def test_captured_iterations_are_kept_up_to_a_number(pair, monkeypatch):
     assert kept[-1][0] is kept[0][0]
     for gamma in (1, 2, 3):
         told(models, settings_of("paper", gamma=gamma), 0, budget=6)
-    assert [one.gamma for one in models.engines._iterations.values()] == [2, 3]
+    assert [one.layout.gamma for one in models.engines._iterations.values()] == [2, 3]
 
 
 def test_one_capture_serves_every_temperature(pair):
@@ -153,8 +163,17 @@ def test_captures_are_kept_from_prompt_to_prompt(pair, way):
     for seed in range(6):
         told(models, settings, seed)
     (iteration,) = models.engines._iterations.values()
-    # Sizes: 4, 8 or 16 nodes of the draft and of the target, one number of slots; pipelined: one size.
-    assert len(iteration.captures) <= (1 if way == "cover" else 9)
+    assert len(iteration.captures) == 1  # one number of slots
+
+
+@pytest.mark.usefixtures("_verified_by_the_host")
+def test_captures_that_the_host_verifies_are_kept_from_prompt_to_prompt(pair):
+    models, settings = trees(pair, True), settings_of("paper")
+    for seed in range(6):
+        told(models, settings, seed)
+    (iteration,) = models.engines._iterations.values()
+    # Sizes: 4, 8 or 16 nodes of the draft and of the target.
+    assert 1 < len(iteration.captures) <= 9
 
 
 def test_iterations_of_pools_that_are_no_more_are_let_go(pair):

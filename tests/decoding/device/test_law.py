@@ -22,7 +22,7 @@ from dsbd_cli.decoding.law.distribution import (
     joint,
     most_probable,
 )
-from dsbd_cli.decoding.law.verification import accept_one, align
+from dsbd_cli.decoding.law.verification import accept_draws, align, keys
 from dsbd_cli.decoding.law.width import DistinctWidth, ThresholdWidth
 from dsbd_cli.decoding.model.protocol import Side
 from tests.decoding.device.helpers import interpreted
@@ -326,99 +326,208 @@ def compare_with_numpy(law, gamma, distinct, rule, processor, one_beam):
     assert rule is None or not gamma or min(widths) < 3
 
 
-@pytest.mark.parametrize("processor", PROCESSORS)
-def test_one_draw_is_tested_as_the_law_tests_it(law, processor):
-    """Speculative sampling: drafted draws of q, then draws of p, a layer at a time."""
+def forest_by_numpy(rows, weights, uniforms, processor, alive_at):
+    """Draws of q and what they were drawn from: parents and tokens of both, shares, weights of the draws as parents.
+
+    Args:
+        rows, weights: of each parent. alive_at: tokens below which nothing grows.
+    """
+    live = [i for i, weight in enumerate(weights) if weight > -np.inf]
+    support = joint([weights[i] for i in live], [rows[i] for i in live], processor)
+    picks = Given(uniforms).sample(support.prob, len(uniforms))
+    parent = np.array(live)[support.parent]
+    after = [
+        -np.inf
+        if pick in picks[:i] or support.token[pick] in alive_at
+        else weights[parent[pick]] + support.logp[pick]
+        for i, pick in enumerate(picks)
+    ]
+    return parent, support.token, support.prob, picks, after
+
+
+def accepts_by_numpy(rows, forest, uniforms, scores, processor, layout, rule, drafted):
+    """Layers of one request by `law.verification.accept_draws`: what `cover_by_numpy` gives, and verdicts.
+
+    Args:
+        forest: by layer, of `forest_by_numpy`. drafted: how many layers of it the budget has room for.
+    """
+    width, draft_width = layout.width, layout.draft_width
+    at, weights, layers = list(range(width)), list(scores), []
+    for depth in range(layout.gamma + 1):
+        live = [i for i, weight in enumerate(weights) if weight > -np.inf]
+        p = joint([weights[i] for i in live], [rows[at[i]] for i in live], processor)
+        wide = rule.of(p.prob) if isinstance(rule, DistinctWidth) else width
+        tested = depth < min(layout.gamma, drafted)
+        start = width + (depth - 1) * draft_width if depth else 0
+        verdicts, passed = (), True
+        if tested:
+            number = {at[i] - start: n for n, i in enumerate(live)}
+            parent, token, share, picks, _ = forest[depth]
+            new = np.array([number.get(int(place), -1) for place in parent])
+            inside = new >= 0
+            union, wide_p, wide_q = align(
+                keys(p.parent, p.token), p.prob, keys(new[inside], token[inside]), share[inside]
+            )
+            draws = [
+                int(np.searchsorted(union, new[i] << 32 | token[i])) if new[i] >= 0 else -1 for i in picks
+            ]
+            if isinstance(rule, ThresholdWidth):
+                wide = rule.for_draws(wide_p, wide_q, draft_width)
+            given = Given(uniforms[depth])
+            got = accept_draws(wide_p, wide_q, draws, wide, given)
+            assert (
+                len(given.left) == width - wide
+            )  # a number for each test and each draw, whatever is accepted
+            verdicts, passed = got.verdicts, got.passed
+            drawn = np.searchsorted(keys(p.parent, p.token), union[list(got.draws)])
+        else:
+            drawn = Given(uniforms[depth, draft_width:]).sample(p.prob, wide)
+        layer, new_at, new_weights, seen = [], [], [], set()
+        for pick in drawn:
+            parent, token = live[p.parent[pick]], int(p.token[pick])
+            place = 0
+            if depth < layout.gamma:
+                above, tokens, _, picks, alive = forest[depth]
+                for i, pick_of_q in enumerate(picks):
+                    same = above[pick_of_q] + start == at[parent] and tokens[pick_of_q] == token
+                    if same and alive[i] > -np.inf:
+                        place = width + depth * draft_width + i
+                        break
+            layer.append((parent, token, p.logp[pick], at[parent], place and place + 1))
+            dead = token in EOS or (parent, token) in seen
+            seen.add((parent, token))
+            new_at.append(place)
+            new_weights.append(-np.inf if dead else weights[parent] + p.logp[pick])
+        layers.append((layer, new_weights, verdicts))
+        on = [place for place, weight in zip(new_at, new_weights, strict=True) if weight > -np.inf]
+        if not on or not all(on) or not (passed or layout.continues):
+            break
+        at, weights = new_at, new_weights
+    return layers
+
+
+@pytest.mark.parametrize(
+    ("width", "draft_width", "continues", "rule", "processor"),
+    [(1, 1, False, None, processor) for processor in PROCESSORS]
+    + [(3, 4, continues, None, processor) for continues in (False, True) for processor in PROCESSORS]
+    + [(4, 2, True, None, PROCESSORS[0]), (1, 3, False, None, PROCESSORS[1])]
+    + [
+        (3, 6, False, ThresholdWidth(3, 1, 0.6), PROCESSORS[0]),
+        (4, 3, True, ThresholdWidth(4, 2, 0.8), PROCESSORS[3]),
+    ]
+    + [(3, 4, False, DistinctWidth(3, 1, 0.5), PROCESSORS[0])],
+)
+def test_draws_are_tested_as_the_law_tests_them(law, width, draft_width, continues, rule, processor):
+    """`paper`, `continue` and speculative sampling: drafted draws of q, then draws of p, a layer at a time."""
     law, device = law
-    rng = np.random.default_rng(11)
+    rng = np.random.default_rng([11, width])
     top_n, gamma = max(1, processor.top_n), 2
-    layout = CoverLayout.of(2, 1, 1, gamma, drawn=top_n)
+    drawn = min(top_n, max(width, draft_width) * top_n)
+    layout = CoverLayout.of(2, width, draft_width, gamma, drawn=drawn, continues=continues)
+    if not law.takes(layout, top_n, top_n):
+        pytest.skip("this law leaves it to another")
     sent, forest, now, verified = layout.request, layout.forest, layout.state, layout.verified
-    eos, reached, verdicts = torch.tensor(EOS, device=device), set(), set()
-    for trial in range(4 if interpreted(law, device) else 40):
-        drafts, packed = packed_rows(rng, 2 * gamma, top_n), packed_rows(rng, 2 * layout.nodes, top_n)
-        for r in range(2):  # a draft that mostly agrees
-            for depth in range(gamma):
-                if rng.random() < 0.7:
-                    packed[r * layout.nodes + depth] = drafts[2 * depth + r]
+    eos, reached, seen, widths = torch.tensor(EOS, device=device), set(), set(), set()
+    for trial in range(4 if interpreted(law, device) else 16):
+        # A draft that mostly agrees: rows by the nodes that they are of.
+        drafts, packed = packed_rows(rng, 2 * layout.nodes, top_n), packed_rows(rng, 2 * layout.nodes, top_n)
+        agrees = torch.from_numpy(rng.random(len(packed)) < 0.7)
+        packed[agrees] = drafts[agrees]
         state, request, outcome = (
             torch.zeros((2, size), dtype=torch.long)
             for size in (layout.state_size, layout.request_size, layout.outcome_size)
         )
-        uniforms, drafting = rng.random((2, layout.window, 2)), rng.random((2, gamma, 1))
-        state[:, now.position.at] = 40
-        request[:, sent.origin.at] = 40
+        uniforms = rng.random((2, layout.window, layout.numbers))
+        drafting = rng.random((2, gamma, draft_width))
+        scores = rng.normal(size=(2, width))
+        scores[0, 1:2] = -np.inf  # one beam fewer
+        state[:, now.score.at], state[:, now.position.at] = words(scores), 40
+        request[:, sent.origin.at] = 40 - trial % 2
         request[:, sent.temperature.at] = words(np.full((2, 1), processor.temperature))
         request[:, sent.top_p.at] = words(np.full((2, 1), processor.top_p))
-        request[:, sent.slack.at] = words(np.full((2, 1), -1.0))
-        request[:, sent.min_width.at] = 1
+        request[:, sent.mass.at] = words(
+            np.full((2, 1), rule.enough if isinstance(rule, DistinctWidth) else 1.0)
+        )
+        request[:, sent.slack.at] = words(
+            np.full((2, 1), rule.slack if isinstance(rule, ThresholdWidth) else -1.0)
+        )
+        request[:, sent.min_width.at] = rule.min_width if rule else width
         tested = trial % 4
         request[:, sent.last.at] = 40 + 1 + tested
         request[:, sent.uniforms.at] = words(uniforms.reshape(2, -1))
         request[:, sent.draft_uniforms.at] = words(drafting.reshape(2, -1))
-        request[:, sent.target_rows.at] = torch.from_numpy(rng.permutation(500)[: layout.nodes])
+        for r in range(2):
+            request[r, sent.target_rows.at] = torch.from_numpy(rng.permutation(500)[: layout.nodes])
         state, request, outcome = (part.to(device) for part in (state, request, outcome))
-        scores = torch.zeros((2, 1), dtype=torch.float64, device=device)
+        weights = torch.tensor(scores, device=device)
+        by_node, begin = drafts.view(2, layout.nodes, -1), 0
+        forests = [[], []]
         for depth in range(gamma):
-            best = drafts[2 * depth : 2 * depth + 2].to(device)
-            args = best, scores, depth, layout, request, outcome, eos, processor.greedy, processor.top_n
+            parents = weights.shape[1]
+            best = by_node[:, begin : begin + parents].flatten(0, 1).contiguous()
+            args = (
+                best.to(device),
+                weights,
+                depth,
+                layout,
+                request,
+                outcome,
+                eos,
+                processor.greedy,
+                processor.top_n,
+            )
             law.draw(*args)
-            scores = forest.weight.of(outcome, torch.float64)[:, depth]
-            scores = torch.where(torch.isfinite(scores), scores, 0.0)
+            begin += parents
+            block = outcome.cpu()
+            for r in range(2):
+                above = scores[r] if depth == 0 else forests[r][-1][-1]
+                if max(above) == -np.inf:
+                    continue
+                rows = rows_of(best[r * parents : (r + 1) * parents])
+                parent, token, share, picks, after = forest_by_numpy(
+                    rows, above, drafting[r, depth], processor, EOS
+                )
+                forests[r].append((parent, token, share, picks, after))
+                assert forest.parent.of(block)[r, depth].tolist() == parent[picks].tolist()
+                assert forest.token.of(block)[r, depth].tolist() == token[picks].tolist()
+                inside = forest.prob.of(block, torch.float64)[r, depth].numpy() > 0
+                assert forest.support_parent.of(block)[r, depth].numpy()[inside].tolist() == parent.tolist()
+                assert forest.support_token.of(block)[r, depth].numpy()[inside].tolist() == token.tolist()
+                assert np.allclose(forest.prob.of(block, torch.float64)[r, depth].numpy()[inside], share)
+                assert np.allclose(forest.weight.of(block, torch.float64)[r, depth], after)
+                at_draw = forest.draws.of(block)[r, depth]
+                assert forest.support_token.of(block)[r, depth, at_draw].tolist() == token[picks].tolist()
+            weights = forest.weight.of(outcome, torch.float64)[:, depth]
         after = torch.zeros_like(state)
         law.verify(
             packed.to(device), state, after, request, outcome, layout, eos, processor.greedy, processor.top_n
         )
-        outcome, after = outcome.cpu(), after.cpu()
+        outcome, after, request = outcome.cpu(), after.cpu(), request.cpu()
         for r in range(2):
-            q_rows, p_rows = rows_of(drafts), rows_of(packed[r * layout.nodes : (r + 1) * layout.nodes])
-            layers, at = 0, 0
-            for depth in range(gamma + 1):
-                p, score, passed = joint([0.0], [p_rows[at]], processor), 0.0, False
-                if depth < gamma:
-                    q = joint([0.0], [q_rows[2 * depth + r]], processor)
-                    (drawn,) = Given(drafting[r, depth]).sample(q.prob, 1)
-                    token = int(q.token[drawn])
-                    assert int(forest.token.of(outcome)[r, depth]) == token
-                    assert bool(torch.isinf(forest.weight.of(outcome, torch.float64)[r, depth])) == (
-                        token in EOS
-                    )
-                    inside = forest.prob.of(outcome, torch.float64)[r, depth].numpy() > 0
-                    assert (
-                        forest.support_token.of(outcome)[r, depth].numpy()[inside].tolist()
-                        == q.token.tolist()
-                    )
-                    assert np.allclose(
-                        forest.prob.of(outcome, torch.float64)[r, depth].numpy()[inside], q.prob
-                    )
-                    at_draw = int(forest.draws.of(outcome)[r, depth])
-                    assert int(forest.support_token.of(outcome)[r, depth, at_draw]) == token
-                if depth < min(gamma, tested):
-                    union, wide_p, wide_q = align(p.token, p.prob, q.token, q.prob)
-                    draw = int(np.searchsorted(union, token))
-                    got = accept_one(wide_p, wide_q, draw, Given(uniforms[r, depth]))
-                    new, passed = int(union[got.draws[0]]), got.passed
-                    verdicts.add(passed)
-                else:
-                    (pick,) = Given(uniforms[r, depth, 1:]).sample(p.prob, 1)
-                    new = int(p.token[pick])
-                    # The device goes on where the forest has what was drawn all the same.
-                    passed = depth < gamma and new == token
-                layers += 1
-                assert int(verified.parent.of(outcome)[r, depth]) == 0
-                assert int(verified.token.of(outcome)[r, depth]) == new
-                score = float(p.logp[list(p.token).index(new)])
-                assert np.isclose(float(verified.logp.of(outcome, torch.float64)[r, depth]), score)
-                row = int(request[r, sent.target_rows.at][at])
-                if not passed or new in EOS:
-                    break
-                at = 1 + depth
-            reached.add(layers)
-            assert int(verified.layers.of(outcome)[r]) == layers
-            assert int(now.token.of(after)[r]) == new
-            assert int(now.row.of(after)[r]) == row
+            rows = rows_of(packed[r * layout.nodes : (r + 1) * layout.nodes])
+            wanted = accepts_by_numpy(
+                rows, forests[r], uniforms[r, trial % 2 :], scores[r], processor, layout, rule, tested
+            )
+            reached.add(len(wanted))
+            assert int(verified.layers.of(outcome)[r]) == len(wanted)
+            for depth, (layer, _, verdicts) in enumerate(wanted):
+                parent, token, logp, above, known = zip(*layer, strict=True)
+                n = len(parent)
+                widths.add(n)
+                seen.update(verdicts)
+                assert verified.parent.of(outcome)[r, depth].tolist() == list(parent) + [-1] * (width - n)
+                assert verified.token.of(outcome)[r, depth, :n].tolist() == list(token)
+                assert np.allclose(verified.logp.of(outcome, torch.float64)[r, depth, :n], logp)
+                told = verified.verdicts.of(outcome)[r, depth].tolist()
+                assert told == [int(one) for one in verdicts] + [-1] * (draft_width - len(verdicts))
+            assert now.token.of(after)[r, :n].tolist() == list(token)
+            assert torch.equal(now.row.of(after)[r, :n], request[r, sent.target_rows.at][list(above)])
+            assert now.known.of(after)[r, :n].tolist() == list(known)
+            assert np.allclose(now.score.of(after, torch.float64)[r], wanted[-1][1] + [-np.inf] * (width - n))
+            assert int(now.missing.of(after)[r]) == (len(wanted) > gamma)
     assert reached == {1, 2, 3}
-    assert processor.greedy or verdicts == {True, False}
+    assert processor.greedy or seen == {True, False}
+    assert rule is None or len(widths) > 1
 
 
 @pytest.mark.parametrize("gamma", [0, 2])

@@ -18,6 +18,7 @@ from tests.decoding.crossing import Crossing
 from tests.decoding.device.helpers import (
     PIPELINED,
     PROMPT,
+    TESTED,
     begun,
     finished,
     reserved,
@@ -53,6 +54,20 @@ def test_pipelined_iterations_decide_what_the_host_decides(pair, way, stop, budg
         assert all(mine <= theirs for mine, theirs in zip(got[3][:both], wanted[3][:both], strict=True))
         assert device.choice.engine is not None
         assert device.choice.proposer is None
+    assert not device.notes
+
+
+@pytest.mark.parametrize("way", TESTED)
+def test_tested_draws_are_accepted_as_the_host_accepts_them(pair, way):
+    settings = settings_of(way)
+    device, host = trees(pair, True), trees(pair, None)
+    for budget, seed in ((2, 0), (4, 1), (30, 2), (30, 3)):
+        got, wanted = (told(models, settings, seed, budget=budget) for models in (device, host))
+        assert got[:2] == wanted[:2]
+        # The budget's last layer may be drawn from beams that the forest holds: on the host it then takes no call.
+        assert wanted[2] <= got[2] <= wanted[2] + 1
+        assert all(mine <= theirs for mine, theirs in zip(got[3], wanted[3], strict=True))
+        assert device.choice.engine is not None
     assert not device.notes
 
 

@@ -3,29 +3,15 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 
 import pytest
 import torch
 
-from dsbd_cli.decoding.device import engines
 from dsbd_cli.decoding.device.draft_iteration import DraftIteration
 from dsbd_cli.decoding.device.proposer import CapturedProposer
 from dsbd_cli.decoding.forward.outcomes import OutOfMemory, TooLarge
 from dsbd_cli.errors import RunError
 from tests.decoding.device.helpers import PROMPT, WAYS, finished, said, settings_of, told, trees
-
-
-@pytest.fixture
-def _verified_by_the_host(monkeypatch):
-    """The device drafts and computes, the host verifies."""
-    choose = engines.Engines.choose
-
-    def not_pipelined(self, target, draft, demand, *rest):
-        demand = dataclasses.replace(demand, why_not_pipelined="not asked for")
-        return choose(self, target, draft, demand, *rest)
-
-    monkeypatch.setattr(engines.Engines, "choose", not_pipelined)
 
 
 @pytest.mark.usefixtures("_verified_by_the_host")
@@ -60,6 +46,7 @@ def test_a_forest_deeper_than_a_context_is_left_to_the_host(pair):
     assert texts[0] == texts[1]
 
 
+@pytest.mark.usefixtures("_verified_by_the_host")
 def test_more_nodes_than_a_capture_holds_are_too_many_this_time_only(pair, monkeypatch):
     """Many beams are drafted step by step; 4 beams afterwards, in the same process, on the device again."""
     launches, refused, launch = [], [], DraftIteration.launch
@@ -89,6 +76,7 @@ def test_more_nodes_than_a_capture_holds_are_too_many_this_time_only(pair, monke
     assert not models.notes
 
 
+@pytest.mark.usefixtures("_verified_by_the_host")
 def test_a_device_short_of_memory_drafts_again_in_the_next_run(pair, monkeypatch):
     launch, calls = DraftIteration.launch, []
 
