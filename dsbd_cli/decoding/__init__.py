@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from dsbd_cli.decoding.device.pipeline import Seat as Seat
     from dsbd_cli.decoding.device.steps import Nodes as Nodes
     from dsbd_cli.decoding.device.steps import forward_many as forward_many
+    from dsbd_cli.decoding.forward.attention import kernel_names as kernel_names
+    from dsbd_cli.decoding.forward.attention import without_planning as without_planning
     from dsbd_cli.decoding.forward.backends import why_not_fused as why_not_fused
     from dsbd_cli.decoding.forward.capture import Captures as Captures
     from dsbd_cli.decoding.forward.capture import OverlapClock as OverlapClock
@@ -61,6 +63,7 @@ _ROOMS = {
     "device.engines": ("Choice", "Engines", "quickest_law"),
     "device.pipeline": ("Pipeline", "Seat"),
     "device.steps": ("Nodes", "forward_many"),
+    "forward.attention": ("kernel_names", "without_planning"),
     "forward.backends": ("why_not_fused",),
     "forward.capture": ("Captures", "OverlapClock"),
     "forward.plain": ("FAMILIES", "at_home", "fingerprint"),
