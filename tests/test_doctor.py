@@ -80,6 +80,7 @@ def test_json_is_one_document(monkeypatch, tmp_path):
         "hub",
         "cache",
         "presets",
+        "formats",
         "prices",
     }
     assert report["packages"]["transformers"]

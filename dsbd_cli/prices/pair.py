@@ -12,11 +12,10 @@ from dsbd_cli.errors import UserError
 from dsbd_cli.group import Group, group_of
 from dsbd_cli.prices import store
 from dsbd_cli.prices.measure import facts_of, measure
+from dsbd_cli.prices.store import AUTO, OFF, VARIABLE
 from dsbd_cli.prices.table import Prices
 from dsbd_cli.settings import Settings
 
-VARIABLE = "DSBD_PRICES"  # what `auto` means: `off`, or a file
-AUTO, OFF = "auto", "off"
 ONCE = "measuring what a forward costs on this machine (once; dsbd doctor shows it)"
 
 
