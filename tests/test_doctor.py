@@ -82,6 +82,7 @@ def test_json_is_one_document(monkeypatch, tmp_path):
         "presets",
         "formats",
         "prices",
+        "host",
     }
     assert report["packages"]["transformers"]
     assert report["devices"][0].startswith("cpu: ")

@@ -59,6 +59,7 @@ def examine() -> dict[str, Any]:
         "presets": _presets,
         "formats": _formats,
         "prices": _prices,
+        "host": _host,
     }
     report = {}
     for name, look in parts.items():
@@ -204,6 +205,17 @@ def _prices() -> list[str]:
         threads = f", {facts['threads']} threads" if "threads" in facts else ""
         lines.append(f"{names}{threads}, torch {facts.get('torch')}: {prices.describe()}")
     return lines
+
+
+def _host() -> list[str]:
+    """What the host's share of a batch was measured to cost beside a device."""
+    from dsbd_cli.prices.host import KIND
+    from dsbd_cli.prices.store import listed_of
+
+    return [
+        f"python {facts.get('python')}, torch {facts.get('torch')}: {prices.describe()}"
+        for _, facts, prices in listed_of(KIND)
+    ]
 
 
 def _measure(preset: str) -> None:
