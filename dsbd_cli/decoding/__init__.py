@@ -34,9 +34,9 @@ if TYPE_CHECKING:
     from dsbd_cli.decoding.methods.proposers import least_width as least_width
     from dsbd_cli.decoding.methods.setup import decode as decode
     from dsbd_cli.decoding.methods.setup import demand_of as demand_of
-    from dsbd_cli.decoding.methods.setup import draft_can_wait as draft_can_wait
     from dsbd_cli.decoding.methods.setup import draft_processor as draft_processor
     from dsbd_cli.decoding.methods.setup import forest_is_free as forest_is_free
+    from dsbd_cli.decoding.methods.setup import forest_shape as forest_shape
     from dsbd_cli.decoding.methods.setup import loop_of as loop_of
     from dsbd_cli.decoding.methods.setup import most_nodes as most_nodes
     from dsbd_cli.decoding.methods.setup import start as start
@@ -74,12 +74,12 @@ _ROOMS = {
     "methods.setup": (
         "decode",
         "demand_of",
-        "draft_can_wait",
         "draft_processor",
         "loop_of",
         "most_nodes",
         "start",
         "forest_is_free",
+        "forest_shape",
         "top_n_needed",
     ),
     "model.hf_model": ("HfTreeModel",),
