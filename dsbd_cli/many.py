@@ -15,6 +15,7 @@ from typing import Any, Protocol
 from dsbd_cli.decoding import (
     Compute,
     Demand,
+    ForestShape,
     HfTreeModel,
     Iteration,
     Layer,
@@ -29,6 +30,7 @@ from dsbd_cli.decoding import (
     demand_of,
     draft_processor,
     forest_is_free,
+    forest_shape,
     loop_of,
     most_nodes,
     start,
@@ -125,6 +127,8 @@ class _Member(Generation):
         target, draft: the shared models as it sees them, once it is let in.
         need: what it waits for; None before it has begun.
         done: its result is there to be made.
+        shape: how large its forests are, where that is asked.
+        later: the draft reads the prompt when it is first asked, or never.
     """
 
     target: RequestModel
@@ -137,14 +141,26 @@ class _Member(Generation):
         self.need: Compute | Turn | None = None
         self.done = False
         self.seat: Seat | None = None
+        self.shape: ForestShape | None = None
+        self.later = False
         self._began = time.perf_counter()
 
-    def begin(self, pipeline: Pipeline | None, requests: Callable[[], int]) -> None:
-        """The prompt is computed: decode from now on.
+    def prepare(self, requests: Callable[[], int]) -> None:
+        """Before the prompt is computed: how large forests are to be.
 
         Args:
             requests: how many are under way.
         """
+        # Elsewhere the text depends on the forest, and must not depend on who shares it.
+        self._requests = requests if forest_is_free(self.settings) else lambda: 1
+        if self.draft is not None and not self.draft.model.captured:
+            self.shape = forest_shape(self.settings, self.prices(), unread=len(self.ids))
+        if self.shape is not None:
+            self.shape.requests = max(1, self._requests())
+            self.later = not self.shape.begins(self.settings.gamma)
+
+    def begin(self, pipeline: Pipeline | None) -> None:
+        """The prompt is computed: decode from now on."""
         now = time.perf_counter()
         self.stats.prefill_s, self._began = now - self._began, now
         samplers = SeededSampler(self.seed, 0), SeededSampler(self.seed, 1)
@@ -160,9 +176,8 @@ class _Member(Generation):
             self.seat,
             prices=self.prices(),
             prompt=self.ids,
+            shape=self.shape,
         )
-        # Elsewhere the text depends on the forest, and must not depend on who shares it.
-        self._requests = requests if forest_is_free(self.settings) else lambda: 1
         self._loop = loop_of(self.run, self.settings) if self.budget > 0 else iter(())
 
     def advance(self) -> None:
@@ -414,14 +429,16 @@ class Batch:
             return
         self._prefilling = None
         for member in members:
-            member.begin(self._pipeline(member), self._running)
+            member.begin(self._pipeline(member))
             member.advance()
         self._members += members
 
     def _steps(self, joined: list[_Member]) -> Iterator[None]:
         assert self._buffers.target is not None
+        for member in joined:
+            member.prepare(self._running)
         yield from self._buffers.target.prefill([member.target for member in joined])
-        drafting = [member.draft for member in joined if member.draft is not None]
+        drafting = [member.draft for member in joined if member.draft is not None and not member.later]
         if drafting:
             assert self._buffers.draft is not None
             yield from self._buffers.draft.prefill(drafting)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import random
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -13,6 +14,7 @@ import pytest
 
 from dsbd_cli import Decoder, Settings
 from dsbd_cli.decoding import HfTreeModel
+from dsbd_cli.decoding.model.shared import SharedModel
 from dsbd_cli.errors import UserError
 from dsbd_cli.many import Batch, in_order
 from tests import builders
@@ -258,3 +260,62 @@ def test_prompts_and_settings_have_to_match(decoder: Decoder) -> None:
         with pytest.raises(UserError, match="batch must be"):
             next(decoder.generate_many(["a"], own, batch=batch))  # type: ignore[arg-type]
     assert len(list(decoder.generate_many(["a", "b"], iter([own] * 3)))) == 2  # type: ignore[arg-type]
+
+
+def prices_of(tmp_path: Path, draft_ms: float) -> str:
+    """A file of prices with drafted layers that cost so much beside a target call of 1."""
+    curve = {"nodes": [1, 64], "ms": [1.0, 1.2]}
+    draft = {"nodes": [1, 64], "ms": [draft_ms, draft_ms]}
+    path = tmp_path / f"{draft_ms}.json"
+    path.write_text(
+        json.dumps({"format": 1, "target": curve, "draft": draft, "layer_ms": 0.0, "origin": "a test"})
+    )
+    return str(path)
+
+
+@pytest.mark.parametrize("draft_ms", [0.01, 0.3, 0.6, 5.0])
+def test_forests_that_follow_prices_are_those_of_the_prompt_alone(
+    decoder: Decoder, tmp_path: Path, draft_ms: float
+) -> None:
+    """Where the text depends on the forest it must not depend on who shares it, nor on when the draft reads."""
+    ways: list[dict[str, Any]] = [
+        {"verify": "paper"},
+        {"verify": "continue"},
+        {"threshold": 0.9, "min_width": 2},
+    ]
+    prompts = [f"prompt {i} {'xyz' * i}" for i in range(6)]
+    settings = [
+        Settings(
+            max_new_tokens=24,
+            seed=i,
+            top_k=12,
+            top_p=0.95,
+            prices=prices_of(tmp_path, draft_ms),
+            **ways[i % 3],
+        )
+        for i in range(6)
+    ]
+    alone = [decoder.generate(*one) for one in zip(prompts, settings, strict=True)]
+    many = list(decoder.generate_many(prompts, settings, batch=4))
+    assert [told(one) for one in many] == [told(one) for one in alone]
+    assert [one.stats.draft_calls for one in many] == [one.stats.draft_calls for one in alone]
+
+
+@pytest.mark.parametrize(("draft_ms", "read"), [(50.0, 0), (0.01, 4)])
+def test_a_draft_that_is_not_asked_reads_no_prompt(
+    decoder: Decoder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, draft_ms: float, read: int
+) -> None:
+    done: list[tuple[SharedModel, int]] = []
+    prefill = SharedModel.prefill
+
+    def noted(self: SharedModel, requests: Any) -> Iterator[None]:
+        done.append(
+            (self, sum(len(one.ids) > 1 for one in requests))
+        )  # (one token shows the buffers their shape)
+        return prefill(self, requests)
+
+    monkeypatch.setattr(SharedModel, "prefill", noted)
+    settings = Settings(max_new_tokens=6, seed=1, prices=prices_of(tmp_path, draft_ms))
+    many = list(decoder.generate_many(["aa", "bb", "cc", "dd"], settings, batch=4))
+    assert sum(count for model, count in done if model.model is decoder.draft) == read
+    assert (sum(one.stats.draft_calls for one in many) > 0) is (read > 0)

@@ -8,7 +8,7 @@ view and what serves it are two sides of one thing.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import numpy as np
 import torch
@@ -33,6 +33,7 @@ class RequestModel:
 
     Attributes:
         calls: forwards that served this request, prefill left out.
+        unread: its prompt is not computed yet; the first forward that is asked for does that.
         tree, logits: its tree, and the logits of its nodes.
     """
 
@@ -42,7 +43,7 @@ class RequestModel:
         self.shared, self.tree = shared, tree
         self.model = shared.model
         self.root, self.ids = root, list(ids)
-        self.calls = 0
+        self.calls, self.unread = 0, True
         self.logits = LogitStore(self.model.logits.name, self.model.dtype, self.model.vocab_size)
         self.logits.start(top_n)
         tree.start(ids, root)
@@ -215,6 +216,8 @@ class SharedModel:
         head = torch.tensor([span.last - 1 for span in spans], device=self.model.device)
         logits = self._run(plans, spans, slots, None, head)
         self._keep(requests, [[request.root] for request in requests], logits)
+        for request in requests:
+            request.unread = False
 
     def _by_chunks(self, request: RequestModel) -> Iterator[None]:
         count = len(request.ids)
@@ -230,11 +233,18 @@ class SharedModel:
                 logits = self._run([plan], self._spans([plan]), self._slots([plan]), mask, 1)
                 if begin + len(plan) == count:
                     keep_logits(request.logits, [request.root], logits)
+                    request.unread = False
             yield
 
     @torch.inference_mode()
     def compute(self, needs: Sequence[Compute]) -> None:
-        """One forward over the nodes that these requests lack; each need's model is one of this model's."""
+        """One forward over the nodes that these requests lack; each need's model is one of this model's.
+
+        Prompts that were left for later come before it.
+        """
+        late = dict.fromkeys(cast(RequestModel, need.model) for need in needs)
+        for _ in self.prefill([request for request in late if request.unread]):
+            pass
         parts = []
         for need in needs:
             request = need.model
