@@ -27,8 +27,9 @@ import torch
 
 from benchmarks.kit import pairs
 from dsbd_cli.batch.items import item_seed, read_items
-from dsbd_cli.bench.hf import config_of
+from dsbd_cli.bench.hf import call, config_of
 from dsbd_cli.decoder import Decoder
+from dsbd_cli.decoding import kernel_names
 from dsbd_cli.errors import DsbdError
 from dsbd_cli.loading.quiet import quiet_transformers
 from dsbd_cli.prices import Acceptance, Prices, Shape, best_iteration, distinct_beams, expected_layers
@@ -98,8 +99,8 @@ def main(arguments: list[str] | None = None) -> int:
                 runs.append(run(decoder, base, arm, mine) | {"round": number})
                 print(json.dumps(runs[-1]), flush=True)
                 if options.json:
-                    record = {"facts": pairs.facts(decoder), "settings": base.to_dict(), "runs": runs,
-                              "prices": prices_of(decoder, base)}  # fmt: skip
+                    record = {"facts": pairs.facts(decoder), "attention": kernel_names(),
+                              "settings": base.to_dict(), "runs": runs, "prices": prices_of(decoder, base)}  # fmt: skip
                     options.json.write_text(json.dumps(record, indent=1))
     arms = [arm for group in groups for arm in group]
     print(f"{'method':16} {'at a time':10} {'tokens/s':>9} {'s an answer':>11}")
@@ -222,8 +223,7 @@ def hf(decoder: Decoder, settings: Settings, prompts: Sequence[Any], size: int) 
         most = max(map(len, ids))
         inputs = torch.tensor([[pad] * (most - len(one)) + one for one in ids], device=device)
         seen = torch.tensor([[0] * (most - len(one)) + [1] * len(one) for one in ids], device=device)
-        with torch.inference_mode():
-            out = model.generate(inputs, attention_mask=seen, generation_config=config)[:, most:].tolist()
+        out = call(model, inputs, seen, config)[:, most:].tolist()
         ends = set(pair.eos_ids)
         for row in out:
             tokens += next((i + 1 for i, token in enumerate(row) if token in ends), len(row))

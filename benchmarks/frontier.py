@@ -40,7 +40,7 @@ from dsbd_cli.bench.arms import Arm
 from dsbd_cli.bench.backend import PairBackend
 from dsbd_cli.bench.datasets import load_dataset
 from dsbd_cli.bench.datasets.shots import DEFAULT_SHOTS, load_shots
-from dsbd_cli.bench.hf import config_of
+from dsbd_cli.bench.hf import call, config_of
 from dsbd_cli.bench.logprobs import answer_logprob
 from dsbd_cli.bench.measure import seed_of
 from dsbd_cli.bench.plan import LINE_END
@@ -301,8 +301,7 @@ class Measure:
                 [[config.pad_token_id] * (most - len(ids)) + ids for ids in part], device=device
             )
             seen = torch.tensor([[0] * (most - len(ids)) + [1] * len(ids) for ids in part], device=device)
-            with torch.inference_mode():
-                out = pair.target.model.generate(inputs, attention_mask=seen, generation_config=config)
+            out = call(pair.target.model, inputs, seen, config)
             for one, row in zip(asked[at : at + size], out[:, most:].tolist(), strict=True):
                 count = next((i + 1 for i, token in enumerate(row) if token in ends), len(row))
                 text = self._decoder.detokenize([token for token in row[:count] if token not in ends])

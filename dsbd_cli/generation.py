@@ -26,8 +26,8 @@ from dsbd_cli.decoding import (
     Trie,
     common_ancestor,
     decode,
-    draft_can_wait,
     draft_processor,
+    forest_shape,
     start,
     top_n_needed,
 )
@@ -128,9 +128,12 @@ class Generation:
         # Both prompts are under way before either is waited for.
         behind = {"wait": False} if self.draft is not None else {}
         target.prefill(self.ids, trie.root, top_n=top_n, reuse=self.reuse, **behind)
-        prices, later = self.prices(), False
+        prices = self.prices()
+        shape = None
         if self.draft is not None:
-            later = not self.draft.captured and draft_can_wait(settings, prices)
+            if not self.draft.captured:
+                shape = forest_shape(settings, prices, unread=len(self.ids))
+            later = shape is not None and not shape.begins(settings.gamma)
             top_n = draft_processor(settings).top_n
             idle = not target.captured or target.device != self.draft.device
             self.draft.prefill(self.ids, trie.root, top_n=top_n, reuse=self.reuse, later=later, idle=idle)
@@ -147,7 +150,7 @@ class Generation:
             choice.proposer,
             prices,
             self.ids,
-            unread=len(self.ids) if later else 0,
+            shape=shape,
         )
         run.keep_answer = self.reuse
         return run

@@ -80,7 +80,9 @@ def test_json_is_one_document(monkeypatch, tmp_path):
         "hub",
         "cache",
         "presets",
+        "formats",
         "prices",
+        "host",
     }
     assert report["packages"]["transformers"]
     assert report["devices"][0].startswith("cpu: ")

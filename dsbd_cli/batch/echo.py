@@ -20,6 +20,10 @@ class Echo(Store):
     def is_of(self, facts: Mapping[str, Any], seed_given: bool) -> bool:
         return False
 
+    @property
+    def models(self) -> dict[str, str | None]:
+        return {}
+
     def claim(self, facts: dict[str, Any], seed_given: bool) -> int:
         return int(facts["seed"])
 

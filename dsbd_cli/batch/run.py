@@ -7,7 +7,7 @@ import itertools
 import json
 import secrets
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -76,7 +76,7 @@ def run_file(
             return results
         device = shard.device() if team.size == 1 else None  # a team has chosen its cards
         places: dict[str, Any] = {"target_device": device, "draft_device": device} if device else {}
-        decoder = chosen.load(**places)
+        decoder = _as_begun(chosen, store.models, chosen.load(**places), places)
         for line in [*chosen.in_vain(), *decoder.pair.notes]:
             tell(line)
         decoder.ready(settings)
@@ -140,6 +140,23 @@ def _say_refused(refused: int, total: int, output: Path) -> None:
     if refused:
         others = "; the others are done" if refused < total else ""
         raise UserError(f"{refused} of {total} prompts were refused{others}: see `error` in {output}")
+
+
+def _as_begun(
+    chosen: Chosen, begun: Mapping[str, str | None], decoder: Decoder, places: Mapping[str, Any]
+) -> Decoder:
+    """The decoder in the number formats that the run was begun in: `auto` may be another one by now.
+
+    Args:
+        begun: `decoded_by` of the records that are there; nothing where there are none.
+    """
+    now = decoded_by(decoder)
+    formats: dict[str, Any] = {}
+    for role, text in begun.items():
+        before, mine = (text or "").rsplit(" ", 2), (now.get(role) or "").rsplit(" ", 2)
+        if before[::2] == mine[::2] and before != mine:
+            formats[f"{role}_dtype"] = before[1]
+    return chosen.load(**places, **formats) if formats else decoder
 
 
 def decoded_by(decoder: Decoder) -> dict[str, Any]:

@@ -129,6 +129,13 @@ class Store:
         """Whether there is any record yet."""
         return bool(self._whole or self._parts)
 
+    @property
+    def models(self) -> dict[str, str | None]:
+        """By what the records that are there were decoded; nothing where there are none."""
+        there = self._read_sidecar() if self.begun else None
+        models = (there or {}).get("models")
+        return models if isinstance(models, dict) else {}
+
     def claim(self, facts: dict[str, Any], seed_given: bool) -> int:
         """Make sure that all records are of one run, and return that run's seed.
 

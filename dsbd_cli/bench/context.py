@@ -25,6 +25,8 @@ def session(devices: list[str], command: list[str]) -> dict[str, Any]:
     """
     import torch
 
+    from dsbd_cli.decoding import kernel_names
+
     return {
         "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "cpu": cpu_name(),
@@ -34,6 +36,7 @@ def session(devices: list[str], command: list[str]) -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "devices": {name: device_name(name) for name in dict.fromkeys(devices)},
         "cuda": torch.version.cuda,
+        "attention": kernel_names(),
         "driver": driver(),
         "system": f"{platform.system()} {platform.machine()}",
         "python": platform.python_version(),

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from dsbd_cli.bench.arms import Arm
+from dsbd_cli.decoding import without_planning
 from dsbd_cli.loading import Pair
 from dsbd_cli.settings import Settings
 from dsbd_cli.text import Detokenizer, first_stop
@@ -59,11 +60,25 @@ def generate(
     if stop:
         options["stopping_criteria"] = [_stops(pair, length, stop)]
     torch.manual_seed(seed)
-    with _own_defaults(pair, arm), _first_call(model, device) as clock, torch.inference_mode():
+    with _own_defaults(pair, arm), _first_call(model, device) as clock:
         clock.begin()
-        output = model.generate(inputs, attention_mask=mask, generation_config=config, **options)
+        output = call(model, inputs, mask, config, **options)
     rows = output[:, length:].tolist()
     return [_answer(pair, row, settings.max_new_tokens, stop, clock) for row in rows]
+
+
+@torch.inference_mode()
+def call(model: Any, inputs: torch.Tensor, mask: torch.Tensor, config: Any, **options: Any) -> torch.Tensor:
+    """`model.generate`, as every reference runs it: [B, length + new tokens].
+
+    With the attention kernels that our own prompts have: cuDNN's, which torch prefers on some cards, plans anew for
+    each new shape, and that would count as Hugging Face's time.
+    """
+    with without_planning():
+        output: torch.Tensor = model.generate(
+            inputs, attention_mask=mask, generation_config=config, **options
+        )
+    return output
 
 
 def config_of(method: str, settings: Settings, pair: Pair) -> Any:

@@ -25,11 +25,13 @@ def doctor(
     measure: Annotated[
         str | None,
         typer.Option(
-            "--measure", help="Measure anew what forwards cost with the pair of this preset, and keep it."
+            "--measure",
+            help="Measure anew which number formats are quickest and what forwards cost with the pair of this preset, "
+            "and keep it.",
         ),
     ] = None,
 ) -> None:
-    """Say what dsbd sees: python, libraries, devices, energy counters, cache, presets on disk, and measured prices."""
+    """Say what dsbd sees: python, libraries, devices, energy counters, cache, presets, and what was measured."""
     if measure is not None:
         _measure(measure)
     report = examine()
@@ -55,7 +57,9 @@ def examine() -> dict[str, Any]:
         "hub": _hub,
         "cache": _cache,
         "presets": _presets,
+        "formats": _formats,
         "prices": _prices,
+        "host": _host,
     }
     report = {}
     for name, look in parts.items():
@@ -80,12 +84,16 @@ def _devices() -> list[str]:
     import torch
 
     from dsbd_cli.loading import processor
-    from dsbd_cli.loading.hardware import pick_dtype
+    from dsbd_cli.loading.hardware import choice, pick_dtype
+    from dsbd_cli.prices import formats
 
     whole, coarse = (_dtype(pick_dtype("auto", torch.device("cpu"), few)) for few in (False, True))
     auto = (
         whole if whole == coarse else f"{coarse} for weights stored in bfloat16 or fewer bits, else {whole}"
     )
+    if len(open_ := choice(torch.device("cpu"), True)) > 1 and formats.allowed():
+        either = " or ".join(map(_dtype, open_))
+        auto = f"{either}, whichever is timed to be quicker, for weights stored in bfloat16 or fewer bits, else {whole}"
     code = f"C code for {processor.level()}" if processor.can_compile() else "no C compiler, or DSBD_NATIVE=0"
     lines = [f"cpu: {torch.get_num_threads()} threads, {code}, dtype auto is {auto}"]
     for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
@@ -175,6 +183,17 @@ def _presets() -> dict[str, str]:
     }
 
 
+def _formats() -> list[str]:
+    """Which number formats `auto` was found to be, for the models that were loaded on this CPU."""
+    from dsbd_cli.prices.formats import listed
+
+    return [
+        f"{facts.get('number format')} {facts.get('name')}, {facts.get('threads')} threads, "
+        f"torch {facts.get('torch')}: {verdict.describe()}"
+        for _, facts, verdict in listed()
+    ]
+
+
 def _prices() -> list[str]:
     """What forwards were measured to cost, for the pairs that decoded here."""
     from dsbd_cli.prices.store import listed
@@ -188,19 +207,39 @@ def _prices() -> list[str]:
     return lines
 
 
+def _host() -> list[str]:
+    """What the host's share of a batch was measured to cost beside a device."""
+    from dsbd_cli.prices.host import KIND
+    from dsbd_cli.prices.store import listed_of
+
+    return [
+        f"python {facts.get('python')}, torch {facts.get('torch')}: {prices.describe()}"
+        for _, facts, prices in listed_of(KIND)
+    ]
+
+
 def _measure(preset: str) -> None:
-    """Measure the prices of a preset's pair.
+    """Choose number formats anew for a preset's pair, and measure its prices.
 
     Raises:
         UserError: no such preset, a pair without a draft, or a cache folder that cannot be written.
     """
     from dsbd_cli.cli.options import Chosen
+    from dsbd_cli.loading.source import parse_source
+    from dsbd_cli.prices import formats
 
     chosen = Chosen(preset, {}, {"method": "dsbd"})
+    chosen.check()
+    spec, _ = chosen.resolve()
+    lost = UserError("the cache folder cannot be written, so what is measured would be lost: set DSBD_CACHE to a "
+                     "folder that can")  # fmt: skip
+    try:
+        formats.forget([parse_source(text).name for text in (spec.target, spec.draft) if text is not None])
+    except OSError:
+        raise lost from None
     decoder = chosen.load()
     if decoder.prices.measured(again=True).prices is None:
-        raise UserError("the cache folder cannot be written, so measured prices would be lost: set DSBD_CACHE to "
-                        "a folder that can")  # fmt: skip
+        raise lost
 
 
 def _presence(text: str, role: str, root: Path) -> str:

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from dsbd_cli.decoding.device.pipeline import Seat as Seat
     from dsbd_cli.decoding.device.steps import Nodes as Nodes
     from dsbd_cli.decoding.device.steps import forward_many as forward_many
+    from dsbd_cli.decoding.forward.attention import kernel_names as kernel_names
+    from dsbd_cli.decoding.forward.attention import without_planning as without_planning
     from dsbd_cli.decoding.forward.backends import why_not_fused as why_not_fused
     from dsbd_cli.decoding.forward.capture import Captures as Captures
     from dsbd_cli.decoding.forward.capture import OverlapClock as OverlapClock
@@ -32,9 +34,9 @@ if TYPE_CHECKING:
     from dsbd_cli.decoding.methods.proposers import least_width as least_width
     from dsbd_cli.decoding.methods.setup import decode as decode
     from dsbd_cli.decoding.methods.setup import demand_of as demand_of
-    from dsbd_cli.decoding.methods.setup import draft_can_wait as draft_can_wait
     from dsbd_cli.decoding.methods.setup import draft_processor as draft_processor
     from dsbd_cli.decoding.methods.setup import forest_is_free as forest_is_free
+    from dsbd_cli.decoding.methods.setup import forest_shape as forest_shape
     from dsbd_cli.decoding.methods.setup import loop_of as loop_of
     from dsbd_cli.decoding.methods.setup import most_nodes as most_nodes
     from dsbd_cli.decoding.methods.setup import start as start
@@ -61,6 +63,7 @@ _ROOMS = {
     "device.engines": ("Choice", "Engines", "quickest_law"),
     "device.pipeline": ("Pipeline", "Seat"),
     "device.steps": ("Nodes", "forward_many"),
+    "forward.attention": ("kernel_names", "without_planning"),
     "forward.backends": ("why_not_fused",),
     "forward.capture": ("Captures", "OverlapClock"),
     "forward.plain": ("FAMILIES", "at_home", "fingerprint"),
@@ -71,12 +74,12 @@ _ROOMS = {
     "methods.setup": (
         "decode",
         "demand_of",
-        "draft_can_wait",
         "draft_processor",
         "loop_of",
         "most_nodes",
         "start",
         "forest_is_free",
+        "forest_shape",
         "top_n_needed",
     ),
     "model.hf_model": ("HfTreeModel",),

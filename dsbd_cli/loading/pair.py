@@ -10,7 +10,7 @@ import torch
 
 from dsbd_cli.errors import UserError
 from dsbd_cli.group import Group
-from dsbd_cli.loading import compat, early, hardware
+from dsbd_cli.loading import compat, early, hardware, number_format
 from dsbd_cli.loading.cache import cache_root
 from dsbd_cli.loading.model import LoadedModel, load_config, load_tokenizer, load_weights
 from dsbd_cli.loading.place import Place, locate
@@ -34,6 +34,7 @@ class Pair:
         notes: lines for the user, such as generation options that are not applied.
         passing: those of `notes` that tell of this load alone.
         verdicts: by role, what the self-test said of these very models before (`ready.pair`).
+        formats: by role, the verdict on number formats that was followed (`number_format.pick`); measured roles alone.
     """
 
     target: LoadedModel
@@ -44,6 +45,7 @@ class Pair:
     notes: list[str] = field(default_factory=list)
     passing: list[str] = field(default_factory=list)
     verdicts: dict[str, Any] = field(default_factory=dict)
+    formats: dict[str, Any] = field(default_factory=dict)
 
 
 def load(
@@ -90,13 +92,21 @@ def load(
                     trust,
                 )
         refuse_other_ends(place, config, trust)
-        dtype = hardware.pick_dtype(spec.target_dtype, devices[0], _coarse(place, config))
+        whole = spec.quantization is None and spec.device_map is None and group is None
+        formats = {}
+        dtype, formats["target"] = number_format.pick(
+            spec.target_dtype, place, config, devices[0],
+            coarse=_coarse(place, config), whole=whole, trust=trust, tell=tell,
+        )  # fmt: skip
         draft = None
         if draft_place is not None:
             # A draft that borrows its target's embeddings is stored in 8 bits, and borrows in one format only.
             borrowed = draft_place.shared
             coarse = dtype == torch.bfloat16 if borrowed else _coarse(draft_place, draft_config)
-            draft_dtype = hardware.pick_dtype(spec.draft_dtype, devices[1], coarse)
+            draft_dtype, formats["draft"] = number_format.pick(
+                spec.draft_dtype, draft_place, draft_config, devices[1],
+                coarse=coarse, whole=not borrowed, trust=trust, tell=tell,
+            )  # fmt: skip
             if not draft_place.shared:
                 draft = load_weights(draft_place, draft_config, spec, devices[1], draft_dtype)
         if not place.is_local:
@@ -118,6 +128,7 @@ def load(
         vocab_size=min(known, target.vocab_rows) if known else target.vocab_rows,
         notes=notes,
         passing=place.notes + ([] if draft_place is None else draft_place.notes),
+        formats={role: one for role, one in formats.items() if one is not None},
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import platform
 import shutil
@@ -69,13 +70,22 @@ def amx_likely() -> bool:
     return can_compile() and level() == "amx"
 
 
+def bf16_likely() -> bool:
+    """Whether products in bfloat16 are quick here, by AMX or by AVX-512's own."""
+    return amx_likely() or ("avx512_bf16" in flags() and LEVELS.index(level()) >= LEVELS.index("avx512"))
+
+
 def flags() -> set[str]:
     """What this processor says it can do, as Linux spells it; nothing where that cannot be read."""
     return set(description().partition(":")[2].split())
 
 
+@functools.cache
 def description() -> str:
-    """What `-march=native` and `-mtune=native` depend on: a cache may be shared between machines."""
+    """What `-march=native` and `-mtune=native` depend on: a cache may be shared between machines.
+
+    Once a process: a start asks several times, and the file has a part for each of a machine's cores.
+    """
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

@@ -31,7 +31,8 @@ class PairSpec:
     Attributes:
         target, draft: sources as `source.py` reads them; `draft=None` for methods without one.
         target_device, draft_device: `auto` (cuda, then mps, then cpu), `cpu`, `mps`, `cuda`, `cuda:N`.
-        target_dtype, draft_dtype: one of `DTYPES`; `auto` is what the device runs well.
+        target_dtype, draft_dtype: one of `DTYPES`; `auto` is what the device runs well
+            (on a CPU with a choice: what was measured to be quicker, docs/speed.md).
         revision, draft_revision: hub revisions.
         trust_remote_code: run modelling code that comes with a checkpoint; off unless asked for.
         quantization: `8bit` or `4bit` (bitsandbytes), of the target alone; None loads it as stored.

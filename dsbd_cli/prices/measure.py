@@ -12,9 +12,10 @@ from typing import Any
 
 import torch
 
-from dsbd_cli.decoding import HfTreeModel, LogitsProcessor, Node, SeededSampler, Trie
+from dsbd_cli.decoding import HfTreeModel
 from dsbd_cli.loading import processor
 from dsbd_cli.loading.ready.pair import plain_config
+from dsbd_cli.prices.probe import Probe, quick
 from dsbd_cli.prices.table import Curve, Prices
 from dsbd_cli.version import __version__
 
@@ -23,9 +24,6 @@ from dsbd_cli.version import __version__
 COUNTS = (1, 16, 4, 32, 8, 64, 2, 128, 256)
 BUDGET = 1.2  # seconds
 _ROUNDS = 12
-_PROMPT = 64
-_LAYER = 8  # nodes of a layer of the measured forests
-_DRAWS = 4
 # The slower half of the times of a quiet machine lies within this much of the quicker half.
 _BUSY = 1.5
 
@@ -86,7 +84,7 @@ def measure(
         origin: in words; None says when, and whether the machine was busy.
     """
     begin = clock()
-    probes = [_Probe(model, clock) for model in (target, draft) if model is not None]
+    probes = [Probe(model, clock) for model in (target, draft) if model is not None]
     counts = tuple(count for count in counts if all(probe.holds(count) for probe in probes)) or (1,)
     warm: list[list[float]] = []
     for place, count in enumerate(counts):
@@ -101,69 +99,10 @@ def measure(
         {count: sorted(one[place][role] for one in rounds) for place, count in enumerate(counts)}
         for role in range(len(probes))
     ]
-    curves = [Curve.fitted({count: _quick(all_) for count, all_ in curve.items()}) for curve in times]
-    layer = _quick(sorted(probes[0].layers))
+    curves = [Curve.fitted({count: quick(all_) for count, all_ in curve.items()}) for curve in times]
+    layer = quick(sorted(probes[0].layers))
     if origin is None:
         origin = f"measured {time.strftime('%Y-%m-%d %H:%M')}"
-        if any(statistics.median(all_) > _BUSY * _quick(all_) for curve in times for all_ in curve.values()):
+        if any(statistics.median(all_) > _BUSY * quick(all_) for curve in times for all_ in curve.values()):
             origin += " on a busy machine (dsbd doctor --measure does it anew)"
     return Prices(curves[0], curves[1] if draft is not None else None, layer, origin)
-
-
-def _quick(times: Sequence[float]) -> float:
-    """The median of the quicker half of ascending times."""
-    return statistics.median(times[: (len(times) + 1) // 2])
-
-
-class _Probe:
-    """Forwards of one model over small forests behind a short prompt, timed in milliseconds."""
-
-    def __init__(self, model: HfTreeModel, clock: Callable[[], float]) -> None:
-        self._model, self._clock = model, clock
-        self._trie = Trie(lambda node: None, (), 1 << 30)
-        self._processor = LogitsProcessor(1.0, 10, 0.8)
-        self._sampler = SeededSampler(0, 0)
-        room = model.max_positions or 1 << 30
-        self._ids = [token % model.vocab_size for token in range(max(1, min(_PROMPT, room // 2)))]
-        self._room = room - len(self._ids)
-        self._width = min(_LAYER, model.vocab_size)
-        # A draft is asked for the distribution of each layer at once; a target's layers have a price of their own.
-        self._joints = model.role == "draft"
-        self.layers: list[float] = []
-        model.prefill(self._ids, self._trie.root, top_n=self._processor.top_n, reuse=False)
-
-    def holds(self, count: int) -> bool:
-        """Whether the context has room for a forest of `count` nodes."""
-        return -(-count // self._width) <= self._room
-
-    def run(self, count: int) -> float:
-        """One forward over `count` new nodes, and for a draft the joint of each layer of it."""
-        nodes = self._forest(count)
-        begin = self._clock()
-        self._model.forward(nodes)
-        if self._joints:
-            for place in range(0, count, self._width):
-                self._joint(nodes[place : place + self._width])
-        took = self._clock() - begin
-        if not self._joints:
-            self._draw(nodes[:2])
-        self._model.retain([self._trie.root])
-        self._trie.root.children = {}
-        return max(took * 1e3, 1e-6)
-
-    def _draw(self, beams: list[Node]) -> None:
-        """What a layer of these beams costs the host: their joint, and the draws."""
-        begin = self._clock()
-        self._sampler.sample(self._joint(beams).prob, _DRAWS)
-        self.layers.append(max((self._clock() - begin) * 1e3, 0.0))
-
-    def _joint(self, nodes: list[Node]) -> Any:
-        return self._model.joint(nodes, [0.0] * len(nodes), self._processor)
-
-    def _forest(self, count: int) -> list[Node]:
-        """Layers of `_LAYER` nodes, each below the one above it."""
-        nodes: list[Node] = []
-        for place in range(count):
-            parent = nodes[place - self._width] if place >= self._width else self._trie.root
-            nodes.append(self._trie.child(parent, place % self._width))
-        return nodes

@@ -10,13 +10,13 @@ from typing import Any
 from dsbd_cli.decoding import HfTreeModel
 from dsbd_cli.errors import UserError
 from dsbd_cli.group import Group, group_of
-from dsbd_cli.prices import store
+from dsbd_cli.prices import host, store
+from dsbd_cli.prices.host import HostPrices
 from dsbd_cli.prices.measure import facts_of, measure
+from dsbd_cli.prices.store import AUTO, OFF, VARIABLE
 from dsbd_cli.prices.table import Prices
 from dsbd_cli.settings import Settings
 
-VARIABLE = "DSBD_PRICES"  # what `auto` means: `off`, or a file
-AUTO, OFF = "auto", "off"
 ONCE = "measuring what a forward costs on this machine (once; dsbd doctor shows it)"
 
 
@@ -31,6 +31,7 @@ class PairPrices:
         self._target, self._draft = target, draft
         self._found: dict[str, store.Kept] = {}
         self._captured: store.Kept | None = None
+        self._host: tuple[HostPrices | None] | None = None
         self._facts: dict[str, Any] | None = None
 
     def wanted(self, settings: Settings) -> bool:
@@ -62,7 +63,13 @@ class PairPrices:
         return store.Kept(self._found[name].prices)
 
     def measured(self, *, again: bool = False) -> store.Kept:
-        """Measured prices, those of the cache folder where there are some; None where they cannot be kept."""
+        """Measured prices, those of the cache folder where there are some; None where they cannot be kept.
+
+        Args:
+            again: measure anew, beside a device the host's share of batches too.
+        """
+        if again and self._target.captured:
+            self._host = (self._measured_host(again=True),)
         found = store.kept_or_measured(self.facts(), lambda: measure(self._target, self._draft), again=again)
         self._found[AUTO] = found
         return found
@@ -85,6 +92,28 @@ class PairPrices:
             else:
                 self._captured = store.kept_or_measured(facts, measure)
         return self._captured.prices
+
+    def host(self, settings: Settings) -> HostPrices | None:
+        """What the host's share of such iterations costs this machine; None where it is not to be measured, or cannot.
+
+        Measured once a machine, whatever the pair; of several processes that hold the target the first says it.
+        """
+        if settings.forest == "full" or _name(settings) != AUTO:
+            return None
+        if self._host is None:
+            self._host = (self._measured_host(),)
+        return self._host[0]
+
+    def _measured_host(self, *, again: bool = False) -> HostPrices | None:
+        def found() -> HostPrices | None:
+            return store.found_or_measured(host.KIND, host.facts(), host.measure, again=again)[0]
+
+        if not self._in_parts():
+            return found()
+        group = group_of(self._target.model)
+        mine = found() if group.first else None
+        said = group.agreed(None if mine is None else mine.to_dict())
+        return None if said is None else HostPrices.from_dict(said)
 
     def facts(self) -> dict[str, Any]:
         """What these prices depend on."""

@@ -1,12 +1,13 @@
-"""Prices on disk: one small file a machine and pair in the cache folder, written once, whole or not at all."""
+"""What was measured, on disk: a small file each in the cache folder, written once, whole or not at all."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 from filelock import FileLock, Timeout
 
@@ -15,7 +16,38 @@ from dsbd_cli.loading.cache import cache_root
 from dsbd_cli.paths import refuse_special, write_whole
 from dsbd_cli.prices.table import Prices
 
+VARIABLE = (
+    "DSBD_PRICES"  # `off`: nothing is measured; a file: the prices in it; nothing or `auto`: measured ones
+)
+AUTO, OFF = "auto", "off"
 _WAIT = 60.0  # seconds for another process that measures; it takes about two
+
+
+class Plain(Protocol):
+    """What can be kept."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for JSON."""
+
+
+T = TypeVar("T", bound=Plain)
+
+
+@dataclass(frozen=True)
+class Kind(Generic[T]):
+    """One kind of what is kept.
+
+    Attributes:
+        name: the key of its values in a file; `what` it is called in notes.
+        read: values as `to_dict` gave them to the thing itself; ValueError for anything else.
+    """
+
+    name: str
+    what: str
+    read: Callable[[Any], T]
+
+
+PRICES: Kind[Prices] = Kind("prices", "prices", Prices.from_dict)
 
 
 class Kept(NamedTuple):
@@ -26,7 +58,7 @@ class Kept(NamedTuple):
 
 
 def folder() -> Path:
-    """Where measured prices are kept. Not created."""
+    """Where what was measured is kept. Not created."""
     return cache_root() / "prices"
 
 
@@ -36,6 +68,16 @@ def path_of(facts: Mapping[str, Any]) -> Path:
     return folder() / f"{hashlib.sha256(text.encode('utf-8', 'surrogateescape')).hexdigest()[:24]}.json"
 
 
+def _values(path: Path) -> dict[str, Any]:
+    try:
+        values = json.loads(path.read_bytes())
+    except (UnicodeDecodeError, RecursionError) as error:
+        raise ValueError(str(error)) from None
+    if not isinstance(values, dict):
+        raise ValueError("it holds no table")
+    return values
+
+
 def read(path: Path) -> Prices:
     """The prices in a file.
 
@@ -43,12 +85,7 @@ def read(path: Path) -> Prices:
         ValueError: the file holds none, or is damaged.
         OSError: there is no such file, or it cannot be read.
     """
-    try:
-        values = json.loads(path.read_bytes())
-    except (UnicodeDecodeError, RecursionError) as error:
-        raise ValueError(str(error)) from None
-    if not isinstance(values, dict):
-        raise ValueError("no table of prices")
+    values = _values(path)
     return Prices.from_dict(values.get("prices", values))
 
 
@@ -69,62 +106,79 @@ def read_given(path: Path) -> Prices:
 
 def kept(facts: Mapping[str, Any]) -> Prices | None:
     """The prices on disk for `facts`, if there are some that can be read."""
-    return _usable(path_of(facts), [])
+    return find(PRICES, facts)
 
 
 def kept_or_measured(facts: Mapping[str, Any], measure: Callable[[], Prices], *, again: bool = False) -> Kept:
-    """The prices for `facts`: those on disk, else measured now and kept.
+    """`found_or_measured` for prices."""
+    return Kept(*found_or_measured(PRICES, facts, measure, again=again))
+
+
+def find(kind: Kind[T], facts: Mapping[str, Any]) -> T | None:
+    """What is on disk for `facts`, if it can be read."""
+    return _usable(kind, path_of(facts), [])
+
+
+def found_or_measured(
+    kind: Kind[T], facts: Mapping[str, Any], measure: Callable[[], T], *, again: bool = False
+) -> tuple[T | None, tuple[str, ...]]:
+    """What is on disk for `facts`, else measured now and kept; and notes.
 
     Of processes that start together one measures and the others wait for its file, so all decide alike. Where
     nothing can be written nothing is measured: numbers that are new in each run would change texts.
 
     Args:
-        facts: plain values that a price depends on; they are written beside the prices.
+        facts: plain values that it depends on; they are written beside it.
         measure: takes seconds.
-        again: measure even if there are some.
+        again: measure even if it is there.
     """
     path = path_of(facts)
     notes: list[str] = []
-    if not again and (found := _usable(path, notes)) is not None:
-        return Kept(found)
+    if not again and (found := _usable(kind, path, notes)) is not None:
+        return found, ()
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         lock = FileLock(f"{path}.lock")
         lock.acquire(timeout=_WAIT)
     except (OSError, Timeout):
-        return Kept(None, tuple(notes))
+        return None, tuple(notes)
     try:
         # Another process may have been quicker.
-        if not again and (found := _usable(path, [])) is not None:
-            return Kept(found)
-        prices = measure()
-        write_whole(
-            path, json.dumps({"facts": dict(facts), "prices": prices.to_dict()}, indent=1, default=str) + "\n"
-        )
-        return Kept(prices, tuple(notes))
+        if not again and (found := _usable(kind, path, [])) is not None:
+            return found, ()
+        measured = measure()
+        values = {"facts": dict(facts), kind.name: measured.to_dict()}
+        write_whole(path, json.dumps(values, indent=1, default=str) + "\n")
+        return measured, tuple(notes)
     except RunError:
-        return Kept(None, tuple(notes))
+        return None, tuple(notes)
     finally:
         lock.release()
 
 
-def _usable(path: Path, notes: list[str]) -> Prices | None:
+def _usable(kind: Kind[T], path: Path, notes: list[str]) -> T | None:
     try:
-        return read(path)
+        return kind.read(_values(path).get(kind.name))
     except FileNotFoundError:
         return None
     except (ValueError, OSError):
-        notes.append(f"the prices in {path} were damaged: measured anew")
+        notes.append(f"the {kind.what} in {path} were damaged: measured anew")
         return None
 
 
 def listed() -> Iterator[tuple[dict[str, Any], Prices]]:
     """Facts and prices of every whole file in the cache folder, newest first."""
+    return ((facts, prices) for _, facts, prices in listed_of(PRICES))
+
+
+def listed_of(kind: Kind[T]) -> Iterator[tuple[Path, dict[str, Any], T]]:
+    """File, facts and the thing itself of every whole file of a kind in the cache folder, newest first."""
     files = folder().glob("*.json") if folder().is_dir() else ()
     for path in sorted(files, key=lambda path: -path.stat().st_mtime):
         try:
-            prices, facts = read(path), json.loads(path.read_bytes()).get("facts")
+            values = _values(path)
+            found, facts = kind.read(values.get(kind.name)), values.get("facts")
         except (ValueError, OSError):
             continue
         if isinstance(facts, dict):
-            yield facts, prices
+            yield path, facts, found

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import time
 
 import pytest
+import torch
 
+from dsbd_cli.bench import context, hf
 from dsbd_cli.bench.arms import Arm, build_arms
 from dsbd_cli.bench.backend import PairBackend
 from dsbd_cli.bench.methods import parse_methods
@@ -122,6 +125,32 @@ def test_hf_beam_search_is_our_deterministic_beam(random_pair):
     ours = random_pair.answer(arm("beam", deterministic=True), PROMPT, 1)
     theirs = random_pair.answer(arm("hf-beam-search"), PROMPT, 1)
     assert ours.token_ids == theirs.token_ids
+
+
+@pytest.mark.parametrize("method", [method for method in METHODS if method.startswith("hf-")])
+def test_references_run_with_attention_that_plans_nothing_and_the_same_tokens(
+    random_pair, method, monkeypatch
+):
+    allowed = []
+    model = random_pair.decoder.pair.target.model
+
+    def note(*_):
+        allowed.append((torch.backends.cuda.cudnn_sdp_enabled(), torch.backends.cuda.flash_sdp_enabled()))
+
+    before = torch.backends.cuda.cudnn_sdp_enabled()
+    handle = model.register_forward_pre_hook(note)
+    try:
+        inside = random_pair.answer(arm(method), PROMPT, 1).token_ids
+    finally:
+        handle.remove()
+    assert set(allowed) == {(False, True)}
+    assert torch.backends.cuda.cudnn_sdp_enabled() == before
+    monkeypatch.setattr(hf, "without_planning", contextlib.nullcontext)
+    assert random_pair.answer(arm(method), PROMPT, 1).token_ids == inside
+
+
+def test_a_session_says_which_attention_references_run_with():
+    assert context.session(["cpu"], ["dsbd"])["attention"] == "flash, efficient, math"
 
 
 def test_references_take_our_settings_not_the_models_own(random_pair):

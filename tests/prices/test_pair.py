@@ -11,6 +11,7 @@ import torch
 
 from dsbd_cli.decoder import Decoder
 from dsbd_cli.decoding import Notice
+from dsbd_cli.decoding.methods.proposers import ForestShape
 from dsbd_cli.decoding.tree.sequences import Node
 from dsbd_cli.errors import UserError
 from dsbd_cli.prices import Curve, Prices, measure, store
@@ -204,3 +205,23 @@ def test_a_prompt_read_late_is_the_prompt_read_at_once(decoder: Decoder) -> None
         rows.append(torch.stack([model.log_row(root), model.log_row(node)]))
         assert model.calls == 1
     assert all(torch.allclose(row, rows[0], atol=1e-5) for row in rows)
+
+
+@pytest.mark.parametrize("prices", [DEAR, CHEAP])
+@pytest.mark.parametrize("more", [{}, {"verify": "cover"}, {"method": "speculative"}])
+def test_how_large_forests_are_is_made_up_once_a_prompt(
+    decoder: Decoder, prices: Prices, more: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = []
+    begin = ForestShape.__init__
+
+    def counted(self: ForestShape, *given: Any, **named: Any) -> None:
+        made.append(self)
+        begin(self, *given, **named)
+
+    monkeypatch.setattr(ForestShape, "__init__", counted)
+    path = tmp_path / "prices.json"
+    path.write_text(json.dumps(prices.to_dict()))
+    result = decoder.generate("hello", settings(prices=str(path), **more))
+    assert len(made) == 1
+    assert (result.stats.draft_calls > 0) is (prices is CHEAP)

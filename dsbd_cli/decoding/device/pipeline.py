@@ -229,6 +229,11 @@ class Pipeline:
         """W_S and gamma."""
         return self._iteration.layout.draft_width, self._iteration.layout.gamma
 
+    @property
+    def steps_s(self) -> float:
+        """Seconds that the device's steps took the host, on a machine without one (`Captures.steps_s`)."""
+        return self._iteration.captures.steps_s
+
     def seat(self, target: Any, draft: Any, forests: bool = True) -> Seat:
         """A place for a request that these models serve: `HfTreeModel`s, or `RequestModel`s.
 

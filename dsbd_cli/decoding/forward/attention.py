@@ -1,4 +1,4 @@
-"""Which of torch's attention kernels prompts run with."""
+"""Which of torch's attention kernels prompts run with, ours and those of references beside ours."""
 
 from __future__ import annotations
 
@@ -14,3 +14,8 @@ _KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBacke
 def without_planning() -> AbstractContextManager[None]:
     """Attention on a GPU that plans nothing, inside the block."""
     return sdpa_kernel(_KERNELS)
+
+
+def kernel_names() -> str:
+    """What may run inside `without_planning`, as facts of a run say it."""
+    return ", ".join(kernel.name.lower().removesuffix("_attention") for kernel in _KERNELS)

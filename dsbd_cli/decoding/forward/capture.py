@@ -158,6 +158,9 @@ class Captures:
         clock: told of launches and ends.
         turns: how many launches may be in flight at a time.
         breaks: forwards that the steps call and that can break a graph themselves (`between`).
+
+    Attributes:
+        steps_s: seconds that steps took the host itself, where there is no device to capture them on.
     """
 
     def __init__(
@@ -171,6 +174,7 @@ class Captures:
         self._graphs: list[Any] | None = None
         self._captures: dict[Hashable, Capture] = {}
         self._met: set[Hashable] = set()
+        self.steps_s = 0.0
 
     def __len__(self) -> int:
         return len(self._captures)
@@ -253,8 +257,10 @@ class Captures:
             outputs = steps()
 
             def again() -> None:
+                begin = time.perf_counter()
                 for old, new in zip(outputs, steps(), strict=True):
                     old.copy_(new)
+                self.steps_s += time.perf_counter() - begin
 
             return outputs, again
         side = torch.cuda.Stream(self.device)

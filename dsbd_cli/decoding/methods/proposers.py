@@ -201,6 +201,16 @@ class ForestShape:
         self._hopeless = self._best(always, len(self._passes)).gamma == 0
         self._limit = self._widths[-1]  # W_S of the forest under way
 
+    def begins(self, most: int) -> bool:
+        """Whether the first forest, at most `most` layers deep, is worth that the draft reads the prompt.
+
+        It is then taken to read it at once; else when it is first asked, or never.
+        """
+        begins = self._best(self._acceptance(), most).gamma > 0
+        if begins:
+            self._unread = 0.0
+        return begins
+
     def choose(self, most: int) -> Shape:
         """The shape of the next forest, at most `most` (at least 1) layers deep."""
         known = self._acceptance()

@@ -85,12 +85,15 @@ def host_proposals(settings: Settings) -> str:
     return "the host chooses the forest's nodes (forest-nodes)" if settings.forest_nodes else ""
 
 
-def forest_shape(settings: Settings, prices: Prices, unread: int = 0) -> ForestShape:
-    """How large these settings' forests are to be.
+def forest_shape(settings: Settings, prices: Prices | None, unread: int = 0) -> ForestShape | None:
+    """How large these settings' forests are to be; None where they are all alike, or there are none.
 
     Args:
-        unread: prompt tokens that the draft reads when it is first asked.
+        unread: prompt tokens that the draft would read when it is first asked (`ForestShape.begins`).
     """
+    drafts = settings.method in DRAFTING and settings.method != "specinfer" and settings.gamma > 0
+    if prices is None or not drafts:
+        return None
     pruned = forest_mass(settings) < 1
     one_beam = settings.method in ONE_BEAM_METHODS
     width, drawn = 1 if one_beam else settings.width, not takes_most_probable(settings)
@@ -104,18 +107,6 @@ def forest_shape(settings: Settings, prices: Prices, unread: int = 0) -> ForestS
     )
     narrow = not isinstance(width_rule_of(settings), ThresholdWidth)
     return ForestShape(prices, first, narrow=narrow, drawn=drawn, unread=unread)
-
-
-def draft_can_wait(settings: Settings, prices: Prices | None) -> bool:
-    """Whether a host begins without a forest: the draft then reads the prompt when it is first asked, or never."""
-    if (
-        prices is None
-        or settings.method not in DRAFTING
-        or settings.method == "specinfer"
-        or not settings.gamma
-    ):
-        return False
-    return forest_shape(settings, prices, unread=1).choose(settings.gamma).gamma == 0
 
 
 def forest_is_free(settings: Settings) -> bool:
@@ -199,7 +190,7 @@ def start(
     prices: Prices | None = None,
     prompt: Sequence[int] = (),
     draft_alone: bool = False,
-    unread: int = 0,
+    shape: ForestShape | None = None,
 ) -> Run:
     """A `Run` for these settings on prefilled models; `draft` may be None for plain decoding.
 
@@ -208,14 +199,13 @@ def start(
         prices: what forests have to be worth on the host; None: all are full.
         prompt: token ids that `trie.root` stands for, for `lookup`.
         draft_alone: propose by the draft alone, also where the target's conditionals would serve.
-        unread: prompt tokens that the draft reads when it is first asked (`draft_can_wait`).
+        shape: `forest_shape` for these prices, where it was asked already; None makes one.
     """
     one_beam = settings.method in ONE_BEAM_METHODS
     width = 1 if one_beam else settings.width
     processor = draft_processor(settings)
     gamma = settings.gamma
     proposer: Proposer | None = None
-    shape: ForestShape | None = None
     kv_one = settings.kv == "one" and settings.method == "dsbd"
     own = False  # the target's own conditionals serve as proposals
     if draft is not None and settings.method == "specinfer":
@@ -231,8 +221,7 @@ def start(
         if mass < 1:
             # What mass is depends on the temperature.
             processor = LogitsProcessor(settings.temperature, processor.top_k)
-        if prices is not None and priced and gamma:
-            shape = forest_shape(settings, prices, unread)
+        shape = (shape or forest_shape(settings, prices)) if priced else None
         # Full forests are those of a device, where the text depends on them.
         alike = settings.forest == "full" and not forest_is_free(settings) and not host_proposals(settings)
         own = best and engine is None and captured is None and not alike

@@ -51,6 +51,7 @@ class HfTreeModel:
         int8: with `fast`, on a CPU: multiply in int8 (a draft's proposals may be anything).
         graphs: capture forwards as CUDA graphs; None: on a CUDA device, if the model can be captured.
         tested: what the self-test said of this model before: it is not run again.
+        test: False takes the first forward as it is: for timing alone.
 
     Attributes:
         calls: forwards since the last `prefill`, that one left out.
@@ -72,6 +73,7 @@ class HfTreeModel:
         int8: bool = False,
         graphs: bool | None = None,
         tested: Verdict | None = None,
+        test: bool = True,
     ) -> None:
         # A `LoadedModel` names itself; a bare module is named by its config.
         module: Any = model if isinstance(model, torch.nn.Module) else model.model
@@ -106,7 +108,7 @@ class HfTreeModel:
         if self._capture and (reason := why_not(module) or why_not_captured(module)):
             self._no_graphs(reason)
         self._fused = backends.why_not_fused(module)
-        self._served, self._refused = False, 0
+        self._served, self._refused = not test, 0
         self._ways = backends.candidates(module, int8=int8, fused=fast, skip=tested.refused if tested else 0)
         first = next(self._ways, None)
         if tested is not None and first is not None and first.describe() == tested.forward:

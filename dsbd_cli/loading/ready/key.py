@@ -15,6 +15,7 @@ from dsbd_cli.loading.ready.packed import SUFFIX, Place
 from dsbd_cli.loading.source import SHARED_WEIGHTS, Source
 from dsbd_cli.loading.spec import PairSpec
 from dsbd_cli.loading.stamp import files_stamp, stamps
+from dsbd_cli.prices import formats
 from dsbd_cli.version import __version__
 
 _PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "numpy", "jinja2")
@@ -45,10 +46,19 @@ def key_of(spec: PairSpec, want_draft: bool, sources: list[Source], cache: Path)
         return {
             "asked": stamps(spec, need_draft=want_draft),
             "files": [files_stamp(folder) for folder in folders],
+            "formats": _formats(spec),
             **circumstances(),
         }
     except (OSError, importlib.metadata.PackageNotFoundError):
         return None
+
+
+def _formats(spec: PairSpec) -> list[Any] | None:
+    """What decides which number formats `auto` may be and whether they are timed; None where none is `auto`."""
+    if "auto" not in (spec.target_dtype, spec.draft_dtype):
+        return None
+    quick = processor.bf16_likely()
+    return [quick, processor.amx_likely(), quick and formats.allowed()]
 
 
 def circumstances() -> dict[str, Any]:

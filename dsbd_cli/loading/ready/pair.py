@@ -18,6 +18,7 @@ from dsbd_cli.loading.ready import file, key, quick_torch
 from dsbd_cli.loading.ready.packed import Place
 from dsbd_cli.loading.source import SHARED_WEIGHTS, Source, parse_source
 from dsbd_cli.loading.spec import PairSpec
+from dsbd_cli.prices import formats
 
 if TYPE_CHECKING:
     from dsbd_cli.loading.pair import Pair
@@ -82,6 +83,7 @@ def remember(
         "vocab_size": pair.vocab_size,
         "notes": [note for note in pair.notes if note not in pair.passing],
         "verdicts": verdicts,
+        "formats": pair.formats,
         "models": {
             role: {
                 "config": plain_config(loaded.model.config),
@@ -161,6 +163,8 @@ def _assemble(
     from dsbd_cli.loading.pair import Pair
     from dsbd_cli.loading.ready.tokenizer import ReadyTokenizer
 
+    if record["formats"] and not formats.still(record["formats"], torch.get_num_threads()):
+        return None  # a verdict was dropped, or is another one for so many threads
     asked = [spec.target_device, spec.draft_device][: len(sources)]
     if any(hardware.pick_device(name, "target").type != "cpu" for name in asked):
         return None
@@ -213,6 +217,7 @@ def _assemble(
         vocab_size=record["vocab_size"],
         notes=list(record["notes"]),
         verdicts=record["verdicts"],
+        formats=record["formats"],
     )
 
 

