@@ -18,6 +18,7 @@ from dsbd_cli.batch.progress import BatchProgress
 from dsbd_cli.batch.store import Store
 from dsbd_cli.errors import Stopped, UserError
 from dsbd_cli.group import joined
+from dsbd_cli.loading.spec import DTYPES
 from dsbd_cli.result import Result
 from dsbd_cli.settings import Settings, verifies_draws, width_from_target
 from dsbd_cli.version import __version__
@@ -154,7 +155,7 @@ def _as_begun(
     formats: dict[str, Any] = {}
     for role, text in begun.items():
         before, mine = (text or "").rsplit(" ", 2), (now.get(role) or "").rsplit(" ", 2)
-        if before[::2] == mine[::2] and before != mine:
+        if before[::2] == mine[::2] and before != mine and before[1] in DTYPES:
             formats[f"{role}_dtype"] = before[1]
     return chosen.load(**places, **formats) if formats else decoder
 

@@ -134,7 +134,9 @@ class Store:
         """By what the records that are there were decoded; nothing where there are none."""
         there = self._read_sidecar() if self.begun else None
         models = (there or {}).get("models")
-        return models if isinstance(models, dict) else {}
+        if not isinstance(models, dict):
+            return {}  # `claim` says so
+        return {role: text if isinstance(text, str) else None for role, text in models.items()}
 
     def claim(self, facts: dict[str, Any], seed_given: bool) -> int:
         """Make sure that all records are of one run, and return that run's seed.

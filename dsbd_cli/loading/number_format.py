@@ -27,10 +27,10 @@ def pick(
     trust: bool,
     tell: Progress,
 ) -> tuple[torch.dtype, dict[str, Any] | None]:
-    """The number format of a model, and what a verdict that was followed is kept under (`formats.still`).
+    """The number format of a model, and what its verdict is kept under; None where none is wanted (`formats.still`).
 
     Where this machine and the weights leave a choice the formats are timed, once: the verdict is kept. Where it
-    cannot be kept, or nothing may be measured, it is the rule's (`hardware.pick_dtype`).
+    cannot be kept, or nothing may be measured, it is the rule's (`hardware.pick_dtype`): the first for now only.
 
     Args:
         name: what was asked for, perhaps `auto`.
@@ -61,7 +61,7 @@ def pick(
 
     verdict, _ = store.found_or_measured(formats.KIND, facts, measure)
     if verdict is None or verdict.dtype not in facts["formats"]:
-        return rule, None
+        return rule, {"facts": facts, "dtype": None}
     dtype: torch.dtype = getattr(torch, verdict.dtype)
     return dtype, {"facts": facts, "dtype": verdict.dtype}
 

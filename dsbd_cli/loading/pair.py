@@ -34,7 +34,7 @@ class Pair:
         notes: lines for the user, such as generation options that are not applied.
         passing: those of `notes` that tell of this load alone.
         verdicts: by role, what the self-test said of these very models before (`ready.pair`).
-        formats: by role, the verdict on number formats that was followed (`number_format.pick`); measured roles alone.
+        formats: by role, the verdict on number formats that was or should have been followed (`number_format.pick`).
     """
 
     target: LoadedModel

@@ -140,7 +140,7 @@ def still(kept: Mapping[str, Any], threads: int) -> bool:
     """Whether a pair that is remembered would get the formats that it has.
 
     Args:
-        kept: by role, `facts` and `dtype` of a verdict that was followed.
+        kept: by role, `facts` and `dtype` of a verdict that was followed; no `dtype` where there was none to follow.
         threads: of torch, now.
     """
     for one in kept.values():

@@ -80,6 +80,24 @@ def test_a_batch_asked_for_in_another_format_is_another_run(
     assert "was begun with another" in other.err
 
 
+@pytest.mark.parametrize("found", [5, ["x"], None, "big int3 cpu", "x"])
+def test_a_batch_beside_whose_records_stands_nonsense_is_another_run(
+    dsbd: Call, judge: list[str], pair: list[str], tmp_path: Path, found: Any
+) -> None:
+    (tmp_path / "in.txt").write_text("one\ntwo\n")
+    out, sidecar = tmp_path / "out.jsonl", tmp_path / "out.jsonl.run.json"
+    command = ["generate", "--input", tmp_path / "in.txt", "--output", out, *pair, "--seed", "3",
+               "--max-new-tokens", "4"]  # fmt: skip
+    assert dsbd(*command).code == 0
+    out.write_bytes(out.read_bytes().splitlines(keepends=True)[0])
+    facts = json.loads(sidecar.read_text())
+    facts["models"]["target"] = found
+    sidecar.write_text(json.dumps(facts))
+    resumed = dsbd(*command)
+    assert resumed.code == 2
+    assert "was begun with another target" in resumed.err
+
+
 def test_the_doctor_shows_them_and_has_them_chosen_anew(
     dsbd: Call, judge: list[str], pair: list[str], tmp_path: Path
 ) -> None:

@@ -14,7 +14,7 @@ from dsbd_cli.decoder import Decoder
 from dsbd_cli.loading import PairSpec, load_pair, number_format, processor
 from dsbd_cli.loading.hardware import choice, pick_dtype
 from dsbd_cli.loading.ready import pair as ready
-from dsbd_cli.prices import formats, slices
+from dsbd_cli.prices import formats, slices, store
 from tests import builders
 
 CPU = torch.device("cpu")
@@ -148,8 +148,9 @@ def test_where_nothing_can_be_kept_the_rule_holds(
     else:
         (tmp_path / "cache").write_text("a file where the folder should be")
     judge.says = "float32" if likely else "bfloat16"
-    place = number_format_of(spec)
-    assert place == (torch.bfloat16 if likely else torch.float32, None)
+    dtype, wanted = number_format_of(spec)
+    assert dtype == (torch.bfloat16 if likely else torch.float32)
+    assert (wanted is None) == (why == "switched off")
     assert not judge.asked
 
 
@@ -254,3 +255,22 @@ def test_a_remembered_pair_is_not_that_of_another_choice(
         patch.setenv("DSBD_PRICES", "off")
         assert ready.load(remembered) is None
     assert ready.load(remembered) is not None
+
+
+@pytest.mark.parametrize("unusable", [False, True])
+def test_a_pair_whose_formats_were_not_to_be_had_is_not_remembered(
+    spec: PairSpec, judge: Judge, monkeypatch: pytest.MonkeyPatch, unusable: bool
+) -> None:
+    """Another process measured for too long, or the verdict is none: that is no reason to stay with the rule."""
+    with monkeypatch.context() as patch:
+        if unusable:
+            judge.says = "int8"
+        else:
+            patch.setattr(store, "found_or_measured", lambda *_, **__: (None, ()))
+        pair = load_pair(spec)
+    assert dtypes(pair) == (torch.float32, torch.float32)
+    ready.remember(spec, pair, Decoder(pair).verdicts())
+    assert ready.load(spec) is None
+    formats.forget(["target", "draft"])
+    judge.says = "bfloat16"
+    assert dtypes(load_pair(spec)) == (torch.bfloat16, torch.bfloat16)

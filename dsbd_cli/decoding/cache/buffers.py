@@ -175,15 +175,25 @@ class KVBuffer:
         return self._positions[: self.used]
 
     def grow(self, capacity: int) -> None:
-        """Enlarge every buffer to `capacity` slots, contents kept."""
+        """Enlarge every buffer to `capacity` slots, contents kept.
+
+        One at a time, so that little memory is held twice. Where it runs out midway all are let go of: the next
+        forward makes them anew.
+        """
         if capacity <= self.capacity:
             return
-        for store in (self.keys, self.values):
-            for layer, old in store.items():
-                new = old.new_zeros((*old.shape[:2], capacity, old.shape[3]))
-                new[:, :, : self.capacity] = old
-                store[layer] = new
-        self.capacity = capacity
+        try:
+            for store in (self.keys, self.values):
+                for layer, old in store.items():
+                    new = old.new_zeros((*old.shape[:2], capacity, old.shape[3]))
+                    new[:, :, : self.capacity] = old
+                    store[layer] = new
+        except BaseException:
+            self.keys.clear()
+            self.values.clear()
+            raise
+        finally:
+            self.capacity = capacity  # whoever holds addresses learns from it that they are none any more
 
     def clear(self) -> None:
         """Zero everything: what a broken forward wrote must not reach a later one."""

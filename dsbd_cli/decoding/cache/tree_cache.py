@@ -94,6 +94,7 @@ class TreeCache:
         self._tips: set[Node] = set()  # computed nodes without computed children
         self._open: set[Node] = set()  # nodes that hold a mask row: they may still get children
         self._reservations: list[Reservation] = []
+        self._lost = False  # buffers could not grow: they hold nothing any more
 
     @classmethod
     def alone(cls, capacity: int, rows: int, dtype: torch.dtype, device: torch.device) -> TreeCache:
@@ -104,6 +105,8 @@ class TreeCache:
 
     def shared_prefix(self, ids: Sequence[int]) -> list[int]:
         """Slots that hold the beginning of `ids`, at most all but the last token of it."""
+        if self._lost:
+            return []
         limit = len(ids) - 1
         shared = 0
         while shared < min(limit, len(self._prompt)) and self._prompt[shared] == ids[shared]:
@@ -122,7 +125,12 @@ class TreeCache:
         stands for it, and nothing else of it is computed yet."""
         self.close(kept)
         self.slots.reset_peak()
-        self._grow(self.slots.capacity_for(len(ids) + 1 - len(kept)))
+        try:
+            self._grow(self.slots.capacity_for(len(ids) + 1 - len(kept)))
+        except BaseException:
+            self.slots.give(kept)
+            raise
+        self._lost = False
         self._root, self._prompt, self._prompt_slots = root, list(ids), list(kept)
         entry = self._entries[root] = _Entry(-1, mask_row=self.masks.take(1)[0])
         self.masks.show(
@@ -353,11 +361,15 @@ class TreeCache:
             self._entries[node].mask_row = 0
 
     def _take(self, count: int) -> list[int]:
-        slots = self.slots.take(count)
-        self._grow(self.slots.capacity)
-        return slots
+        # Buffers first: slots that were given out where those cannot grow would never come back.
+        self._grow(self.slots.capacity_for(count + 1))
+        return self.slots.take(count)
 
     def _grow(self, capacity: int) -> None:
-        self.slots.grow(capacity)
-        self.cache.grow(self.begin + capacity)
+        try:
+            self.cache.grow(self.begin + capacity)
+        except BaseException:
+            self._lost = True
+            raise
         self.masks.grow(capacity)
+        self.slots.grow(capacity)

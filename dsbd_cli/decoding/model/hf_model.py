@@ -99,8 +99,9 @@ class HfTreeModel:
         self._short_of_memory = False
         # Nodes, which of the planned ones they are, how many were planned.
         self._in_flight: tuple[InFlight, list[Node], list[int], int] | None = None
-        # A prompt that nothing has needed yet: how much of it is computed, its ids, its node.
+        # A prompt that is not read to its end: how much of it is computed, its ids, its node.
         self._unread: tuple[int, Sequence[int], Node] | None = None
+        self._broken = False  # off while the tree holds nothing but what was computed
         self._capture = self.device.type == "cuda" if graphs is None else graphs
         self._why_no_graphs = "" if self._capture else "it was not asked for"
         if graphs is None and not self._capture:
@@ -290,10 +291,12 @@ class HfTreeModel:
             self.tree.cache.clear()
         long, before = self._border is not None and not self._below(len(ids)), self._long
         self._long = long
-        kept = self.tree.shared_prefix(ids) if reuse and not self.logits.tainted and long == before else []
+        sound = not self.logits.tainted and not self._broken
+        kept = self.tree.shared_prefix(ids) if reuse and sound and long == before else []
         if self._unread is not None:  # of the last prompt no more was computed
             kept = kept[: self._unread[0]]
         self.tree.start(ids, root, kept)
+        self._broken = False
         self.logits.start(top_n)
         self.calls = 0
         self._unread = len(kept), ids, root
@@ -312,23 +315,25 @@ class HfTreeModel:
         if self._unread is None:
             return
         known, ids, root = self._unread
-        self._unread = None
         logits = torch.zeros(0)
         # Beyond a border of rope factors every part of the prompt has to see its whole length.
         chunk = len(ids) if self._long else _CHUNK
         for begin in range(known, len(ids), chunk):
             plan = self.tree.prompt_plan(begin, min(begin + chunk, len(ids)))
-            if len(plan) == len(ids) and self._replay_prompt(plan, root):
+            end = begin + len(plan)
+            if len(plan) == len(ids) and self.tree.straight(end) and self._replay_prompt(plan, root):
+                self._unread = None
                 return
             slots = torch.tensor(plan.slots, device=self.device)
-            end = begin + len(plan)
             if self._forward.needs_no_mask(begin) and self.tree.straight(end):
                 mask = None
                 self.tree.masks.see(plan.mask_rows[0], slots)
             else:
                 mask = self.tree.masks.causal(plan.mask_rows[0], slots)
             logits = self._compute(plan, slots, mask, 1)
+            self._unread = end, ids, root  # if the rest is interrupted
         keep_logits(self.logits, [root], logits)
+        self._unread = None
 
     @torch.inference_mode()
     def forward(self, nodes: Iterable[Node]) -> None:
@@ -352,13 +357,15 @@ class HfTreeModel:
             self._wait()
         batch = self.tree.missing(wanted)
         keep = [i for i, node in enumerate(batch) if node in wanted]
+        self._broken = True
         plan = self.tree.plan(batch)
-        if not self._replay(plan, batch, keep):
-            base, rows, slots = torch.tensor([plan.base, plan.mask_rows, plan.slots], device=self.device)
-            inside = torch.from_numpy(plan.inside).to(self.device)
-            mask = self.tree.masks.extend(base, rows, slots, inside)
-            head = 0 if len(keep) == len(batch) else torch.tensor(keep, device=self.device)
-            keep_logits(self.logits, [batch[i] for i in keep], self._compute(plan, slots, mask, head))
+        try:
+            self._run(plan, batch, keep)
+        except BaseException:  # Ctrl-C too: a chat goes on from what was computed
+            self.roll_back(batch)
+            self._broken = False
+            raise
+        self._broken = False
         self.calls += 1
 
     def has_logits(self, node: Node) -> bool:
@@ -383,6 +390,16 @@ class HfTreeModel:
         self.logits.forget(nodes)
 
     # Inside.
+
+    def _run(self, plan: Plan, batch: list[Node], keep: list[int]) -> None:
+        """Compute planned nodes; launched only, where that is captured."""
+        if self._replay(plan, batch, keep):
+            return
+        base, rows, slots = torch.tensor([plan.base, plan.mask_rows, plan.slots], device=self.device)
+        inside = torch.from_numpy(plan.inside).to(self.device)
+        mask = self.tree.masks.extend(base, rows, slots, inside)
+        head = 0 if len(keep) == len(batch) else torch.tensor(keep, device=self.device)
+        keep_logits(self.logits, [batch[i] for i in keep], self._compute(plan, slots, mask, head))
 
     def _replay(self, plan: Plan, batch: list[Node], keep: list[int]) -> bool:
         """Forward by a captured graph, if there is one or can be."""

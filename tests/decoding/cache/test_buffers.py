@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from dsbd_cli.decoding.cache.buffers import SPARE, KVBuffer, Slots, TreeMasks
+from dsbd_cli.decoding.cache.buffers import SPARE, KVBuffer, Slots, Stores, TreeMasks
 
 
 def test_slots_are_lowest_first_and_never_the_spare():
@@ -85,3 +85,31 @@ def test_mask_rows_descend_from_their_parents_through_growth():
     masks.grow(6)
     assert masks.table[grandchild].eq(0).tolist() == [False, True, True, True, False, False]
     assert masks.table[0].eq(0).tolist() == [True] + [False] * 5
+
+
+class Scarce:
+    """A buffer's tensor for whose larger copy no memory is left."""
+
+    shape = (1, 1, 4, 2)
+
+    def new_zeros(self, shape):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+
+def test_buffers_that_cannot_all_grow_are_made_anew():
+    """Neither of two sizes, nor where recordings of them point to."""
+    stores = Stores(4, 4, 4, torch.float32, torch.device("cpu"))
+    one = torch.ones(1, 1, 4, 2)
+    keys, values = stores.cache.buffers(0, 1, 2, 2, one)
+    keys.fill_(1)
+    values.fill_(1)
+    stores.cache.values[0] = Scarce()
+    before = stores.pointers()
+    with pytest.raises(torch.OutOfMemoryError):
+        stores.cache.grow(8)
+    assert stores.pointers() != before
+    again = stores.cache.buffers(0, 1, 2, 2, one)
+    assert [buffer.shape for buffer in again] == [(1, 1, 8, 2)] * 2
+    assert not any(buffer.any() for buffer in again)
+    stores.cache.grow(16)
+    assert stores.cache.keys[0].shape[2] == 16

@@ -7,10 +7,12 @@ import random
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 from dsbd_cli.decoding.forward import backends, kernels, llama
 from dsbd_cli.decoding.forward.backends import why_not_fused
 from dsbd_cli.decoding.forward.kernels import DenseLinear, Int8Linear, PrepackedLinear, can_pack
+from dsbd_cli.decoding.forward.llama import LlamaForward
 from dsbd_cli.decoding.law.distribution import LogitsProcessor
 from dsbd_cli.decoding.model.hf_model import HfTreeModel
 from dsbd_cli.decoding.tree.sequences import Node
@@ -308,3 +310,67 @@ def test_architectures_without_a_tree_are_refused_by_name(tmp_path):
         model = AutoModelForCausalLM.from_config(config).eval()
         with pytest.raises(UserError, match=kind):
             HfTreeModel(model, vocab_size=VOCAB).require_tree()
+
+
+@pytest.mark.parametrize("graphs", [None, True])
+@pytest.mark.parametrize("where", ["prompt", "tree"])
+def test_what_an_interrupted_forward_left_is_not_reused(tmp_path, graphs, where):
+    """Slots were given out for tokens whose keys were never computed: the next prompt shares none of them."""
+    model = rand(tmp_path, initializer_range=0.3)
+    tree = HfTreeModel(model, vocab_size=VOCAB, graphs=graphs)
+    tree.require_tree()
+    forward = tree._forward
+    prompt, answer = list(range(3, 40)), [50, 51]
+
+    def interrupted(*given):
+        raise KeyboardInterrupt
+
+    stop = Spy(forward, interrupted)
+    root = Node(-1, None)
+    tree.prefill([9, 8, 7], root)
+    if where == "tree":
+        tree.prefill(prompt, root)
+    tree._forward = stop
+    if tree.graphs is not None:
+        tree.graphs.forward = stop
+        tree.graphs.captures.release()
+    node = Node(answer[1], Node(answer[0], root))
+    with pytest.raises(KeyboardInterrupt):
+        tree.prefill(prompt, root) if where == "prompt" else tree.forward([node])
+    tree._forward = forward
+    if tree.graphs is not None:
+        tree.graphs.forward = forward
+    ids, root = [*prompt, *answer, 60], Node(-1, None)
+    tree.prefill(ids, root)
+    assert torch.allclose(tree.log_row(root), plain(model, ids), atol=1e-4)
+
+
+@pytest.mark.parametrize("graphs", [None, True])
+def test_a_prompt_behind_buffers_that_could_not_grow(tmp_path, monkeypatch, graphs):
+    """No slot stays given out, and nothing is taken over: the next prompt lies in slots 1, 2, ... again."""
+    model = rand(tmp_path, initializer_range=0.3)
+    tree = HfTreeModel(model, vocab_size=VOCAB, graphs=graphs)
+    tree._use(LlamaForward(model, DenseLinear, None))
+    tree._served = True
+    ids = [3 + i for i in range(40)]
+    grow = Tensor.new_zeros
+    sizes = []
+
+    def scarce(self, *shape, **options):
+        sizes.append(shape)
+        if len(sizes) > 1:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return grow(self, *shape, **options)
+
+    root = Node(-1, None)
+    tree.prefill(ids[:30], root)
+    tree.forward([Node(5, root)])
+    with monkeypatch.context() as patch:
+        patch.setattr(Tensor, "new_zeros", scarce)
+        with pytest.raises(torch.OutOfMemoryError):
+            tree.tree.plan([Node(1, root) for _ in range(tree.tree.cache.capacity)])
+    for count in (33, 40):
+        root = Node(-1, None)
+        tree.prefill(ids[:count], root)
+        assert tree.tree.straight(count)
+        assert torch.allclose(tree.log_row(root), plain(model, ids[:count]), atol=1e-4)
