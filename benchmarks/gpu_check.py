@@ -71,6 +71,13 @@ METHODS = {
     "continue": {"verify": "continue"},
     "paper, fixed": {"verify": "paper", "threshold": None},
     "continue, dynamic": {"verify": "continue", "threshold": 0.7, "min_width": 1, "draft_width": 7},
+    "paper, distinct draws": {"verify": "paper", "draws": "distinct", "threshold": None},
+    "continue, distinct draws": {
+        "verify": "continue",
+        "draws": "distinct",
+        "threshold": None,
+        "draft_width": 6,
+    },
     "paper, distinct width": {"verify": "paper", "threshold": 0.7, "min_width": 1, "width_rule": "distinct"},
     "kv one": {"verify": "cover", "kv": "one", "threshold": None},
     "speculative": {"method": "speculative"},

@@ -39,6 +39,7 @@ WAYS: list[dict[str, Any]] = [
     {"stop": ("e", "a")},
     {"max_new_tokens": 1},
     {"max_new_tokens": 0},
+    {"verify": "continue", "draws": "distinct", "threshold": None, "forest": "full"},
 ]
 
 

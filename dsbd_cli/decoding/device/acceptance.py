@@ -129,3 +129,53 @@ def accept_draws(tests: Tests, wide: Tensor, tested: Tensor, uniforms: Tensor, w
     filled = torch.where(slot == accepted, draws_of(rest, filling), draws_of(tests.p, filling))
     draws = torch.where(slot < accepted, places[(ends - 1).clamp(max=count - 1)], filled)
     return Accepted(draws, verdicts, whole)
+
+
+def accept_distinct_draws(
+    p: Tensor, same: Tensor, q: Tensor, drafted: Tensor, wide: Tensor, tested: Tensor, uniforms: Tensor, width: int
+) -> tuple[Accepted, Tensor]:  # fmt: skip
+    """`law.verification.accept_distinct_draws`: at most `width` distinct draws of p; how many there are, int64 [1].
+
+    Args:
+        p, same, q: as for `tests_of`, q below dead parents too.
+        drafted: int64 [W_S], distinct indices into q; -1 behind the last where there are fewer.
+        wide, tested, uniforms, width: as for `accept_draws`.
+    """
+    count = len(drafted)
+    entry, slot = torch.arange(len(p), device=p.device), torch.arange(width, device=p.device)
+    wide = torch.minimum(wide, (p > 0).sum(0, keepdim=True))
+    target, current, draft = p, p, q
+    accepted = torch.zeros_like(wide)
+    draws, verdicts = torch.zeros_like(slot), []
+    for i in range(count):
+        one = drafted[i : i + 1]
+        at = one.clamp(min=0)
+        mine = same[:, at].any(1)
+        looked_at = tested & (one >= 0) & (accepted < wide)
+        chance = torch.where(mine, current, 0.0).sum(0, keepdim=True)
+        yes = looked_at & (chance > 0) & (uniforms[i] * draft[at] < chance)
+        verdicts.append(torch.where(looked_at, yes.long(), -1))
+        draws = torch.where(yes & (slot == accepted), mine.int().argmax(0), draws)
+        rest = (current - torch.where(same, draft, 0.0).sum(1)).clamp(min=0)
+        mass = rest.sum()
+        rest = torch.where(mass > 0, rest / mass, current)
+        target = torch.where(yes, _without(target, mine), target)
+        current = torch.where(yes, target, torch.where(looked_at, rest, current))
+        draft = torch.where(looked_at, _without(draft, torch.arange(len(q), device=q.device) == at), draft)
+        accepted = accepted + yes
+    # Numbers to draw with stand behind those of the tests, of which there is one a drafted draw.
+    before = torch.where(tested, (drafted >= 0).sum(), count)
+    filling = uniforms[before + slot]
+    for j in range(width):
+        mine = draws_of(torch.where(accepted == j, current, target), filling[j : j + 1])
+        mine = torch.where(accepted > j, draws[j], mine)
+        draws = torch.where(slot == j, mine, draws)
+        target = torch.where(entry == mine, 0.0, target)
+    return Accepted(draws, torch.cat(verdicts), tested & (accepted == wide)), wide
+
+
+def _without(weights: Tensor, mine: Tensor) -> Tensor:
+    """`law.verification._without`: the distribution given that it is none of these entries."""
+    left = torch.where(mine, 0.0, weights)
+    mass = left.sum()
+    return torch.where(mass > 0, left / mass, left)

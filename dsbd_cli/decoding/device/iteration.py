@@ -61,7 +61,7 @@ class DraftedLayer(NamedTuple):
 
     Attributes:
         parent, token: int64 [M]; logp, prob: float64 [M]; prob 0: outside the support.
-        draws: int64 [W_S], indices into the support.
+        draws: int64 [W_S], indices into the support; fewer where there are no more distinct ones.
         finite: bool by parent, whether its draft logits were numbers.
     """
 
@@ -212,7 +212,9 @@ class CoverIteration:
                 outcomes.append(None)
                 continue
             parent, token, logp, prob, numbers = (part[r] for part in drafted)
-            draws = [self._everyone] * self.layout.gamma if picked is None else picked[r]
+            draws = [self._everyone] * self.layout.gamma
+            if picked is not None:
+                draws = [row[row >= 0] for row in picked[r]]
             layers = [
                 DraftedLayer(parent[i], token[i], logp[i], prob[i], draws[i], numbers[i])
                 for i in range(self.layout.gamma)
@@ -388,8 +390,9 @@ class CoverIteration:
                 known = law.recall(best, known, depth, layout, outcome, self._memory)
             if layout.drawn:
                 law.draw(
-                    best, scores, depth, layout, request, outcome, self._eos, self._greedy, self._support
-                )
+                    best, scores, depth, layout, request, outcome, self._eos, self._greedy, self._support,
+                    self._distinct,
+                )  # fmt: skip
             else:
                 law.draft(best, scores, depth, layout, outcome, self._eos)
             if depth + 1 == layout.gamma:

@@ -39,12 +39,13 @@ class DeviceLaw(Protocol):
 
     def draw(
         self, best: Tensor, scores: Tensor, depth: int, layout: CoverLayout | DraftLayout, request: Tensor,
-        outcome: Tensor, eos: Tensor, greedy: bool, support: int,
+        outcome: Tensor, eos: Tensor, greedy: bool, support: int, distinct: bool = False,
     ) -> None:  # fmt: skip
-        """Draft one layer by W_S iid draws of q, into the forest in `outcome` with all that they were drawn from.
+        """Draft one layer by W_S draws of q, into the forest in `outcome` with all that they were drawn from.
 
         Args:
             request: int64 [R, size], T and the uniforms; the others as for `draft` and `verify`.
+            distinct: W_S distinct draws, as far as there are continuations; else iid.
         """
 
     def recall(

@@ -14,7 +14,13 @@ from torch import Tensor
 
 from dsbd_cli.decoding.cache.buffers import TreeMasks
 from dsbd_cli.decoding.cache.logits import finite_logits, log_probabilities, pack
-from dsbd_cli.decoding.device.acceptance import accept_draws, draws_accepted, draws_of, tests_of
+from dsbd_cli.decoding.device.acceptance import (
+    accept_distinct_draws,
+    accept_draws,
+    draws_accepted,
+    draws_of,
+    tests_of,
+)
 from dsbd_cli.decoding.device.layout import CoverLayout, DraftLayout, ForestFields
 from dsbd_cli.decoding.model.protocol import Side
 
@@ -227,7 +233,7 @@ class TorchLaw:
 
     def draw(
         self, best: Tensor, scores: Tensor, depth: int, layout: CoverLayout | DraftLayout, request: Tensor,
-        outcome: Tensor, eos: Tensor, greedy: bool, support: int,
+        outcome: Tensor, eos: Tensor, greedy: bool, support: int, distinct: bool = False,
     ) -> None:  # fmt: skip
         entries, fields, parents = unpacked(best), layout.request, scores.shape[1]
         for r in range(len(scores)):
@@ -235,7 +241,7 @@ class TorchLaw:
             layer = draft_layer(
                 scores[r], entries.ids[own], entries.logps[own], greedy, support,
                 fields.temperature.of(request, torch.float64)[r], fields.top_p.of(request, torch.float64)[r],
-                fields.draft_uniforms.of(request, torch.float64)[r, depth],
+                fields.draft_uniforms.of(request, torch.float64)[r, depth], distinct,
             )  # fmt: skip
             self._enter(layer, entries.finite[own], depth, layout.forest, outcome[r : r + 1], eos)
 
@@ -254,7 +260,7 @@ class TorchLaw:
         if fields.draws.shape[0]:
             fields.support_parent.of(outcome)[0, depth, :size] = layer.parent
             fields.support_token.of(outcome)[0, depth, :size] = layer.token
-            fields.draws.of(outcome)[0, depth] = layer.draws
+            fields.draws.of(outcome)[0, depth] = torch.where(layer.there, layer.draws, -1)
         fields.finite.of(outcome)[0, depth, : len(finite)] = finite.long()
 
     def recall(
@@ -382,10 +388,16 @@ class TorchLaw:
                 q_token = forest.support_token.of(outcome)[0, drafted]
                 same = (at[joint.parent][:, None] == q_node) & (joint.token[:, None] == q_token)
                 q = forest.prob.of(outcome, torch.float64)[0, drafted]
-                tests = tests_of(joint.prob, same, q, forest.draws.of(outcome)[0, drafted])
-                by_forest = torch.where(tested, draws_accepted(tests, slack, min_width, width), width)
-                wide = torch.where(slack >= 0, by_forest, wide)
-                accepted = accept_draws(tests, wide, tested, uniforms[depth], width)
+                draws = forest.draws.of(outcome)[0, drafted]
+                if distinct:
+                    accepted, wide = accept_distinct_draws(
+                        joint.prob, same, q, draws, wide, tested, uniforms[depth], width
+                    )
+                else:
+                    tests = tests_of(joint.prob, same, q, draws)
+                    by_forest = torch.where(tested, draws_accepted(tests, slack, min_width, width), width)
+                    wide = torch.where(slack >= 0, by_forest, wide)
+                    accepted = accept_draws(tests, wide, tested, uniforms[depth], width)
                 verified.verdicts.of(outcome)[0, depth] = accepted.verdicts
                 drawn = layer_of_draws(joint, accepted.draws, here < wide)
                 parent, new = drawn.parent[drawn.draws], drawn.token[drawn.draws]

@@ -612,8 +612,9 @@ class TritonLaw:
 
     def draw(
         self, best: Tensor, scores: Tensor, depth: int, layout: CoverLayout | DraftLayout, request: Tensor,
-        outcome: Tensor, eos: Tensor, greedy: bool, support: int,
+        outcome: Tensor, eos: Tensor, greedy: bool, support: int, distinct: bool = False,
     ) -> None:  # fmt: skip
+        assert not distinct or layout.draft_width == 1  # one draw is distinct, whatever is said
         requests, parents = scores.shape
         count, fields, sent = best.shape[1] // 2, layout.forest, layout.request
         taken = min(1 if greedy else support, parents * count)

@@ -124,7 +124,7 @@ class ForestFields(NamedTuple):
         support_parent, support_token: [gamma, M], the distribution that was drawn from, canonical order.
             (Where the most probable were taken it is the draws themselves, and M = W_S.)
         logp, prob: float64 [gamma, M]; prob 0: outside the support.
-        draws: [gamma, W_S], indices into the support.
+        draws: [gamma, W_S], indices into the support; -1 behind the last where there are fewer distinct ones.
         finite: [gamma, max(W, W_S)] by parent, 1 where its draft logits are numbers.
     """
 

@@ -154,7 +154,7 @@ def demand_of(settings: Settings, drafts: bool) -> Demand:
     plain = not drafts or settings.method not in DRAFTING
     why_not_pipelined = why_not_captured = ""
     if not plain and draws_distinct(settings) and not takes_most_probable(settings):
-        why_not_pipelined = why_not_captured = "the host drafts distinct draws"
+        why_not_captured = "the host drafts distinct draws"
     if not plain and settings.method == "specinfer":
         why_not_pipelined = "which random numbers come next depends on what is accepted"
     if not plain and (on_host := host_proposals(settings)):

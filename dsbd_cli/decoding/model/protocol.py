@@ -111,7 +111,7 @@ class Demand:
         continues: a layer that was not accepted whole goes on where the forest holds what it was filled up with.
         recalls: a forest may hold what the target has said before: the text is the same whatever it holds.
         why_not_pipelined: why this method cannot run ahead of the host; empty where it can (all but
-            token trees and tested distinct draws).
+            token trees).
         why_not_captured: why its forests cannot be drafted in a captured iteration; empty where they can.
     """
 

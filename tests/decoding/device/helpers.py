@@ -74,6 +74,12 @@ TESTED: dict[str, dict[str, Any]] = {
     "paper greedy": {"verify": "paper", "temperature": 0.0},
     "continue dynamic": {"verify": "continue", "threshold": 0.8, "min_width": 2, "draft_width": 8},
     "continue wide": {"verify": "continue", "threshold": None, "width": 6, "draft_width": 9, "gamma": 5},
+    "distinct paper": {"verify": "paper", "draws": "distinct", "threshold": None, "draft_width": 6},
+    "distinct continue": {"verify": "continue", "draws": "distinct", "threshold": None},
+    "distinct few": {"verify": "continue", "draws": "distinct", "threshold": None, "top_k": 4, "top_p": 0.8},
+    "distinct width tested": {"verify": "paper", "draws": "distinct", "threshold": 0.7, "min_width": 1},
+    "distinct greedy": {"verify": "paper", "draws": "distinct", "threshold": None, "temperature": 0.0},
+    "distinct one": {"verify": "paper", "draws": "distinct", "width": 1, "min_width": 1, "draft_width": 1},
     "continue kv-one": {"verify": "continue", "kv": "one", "threshold": None},
 }
 

@@ -8,21 +8,24 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
 from dsbd_cli.decoding.cache.buffers import TreeMasks
 from dsbd_cli.decoding.cache.logits import finite_logits, log_probabilities, pack, unpack
-from dsbd_cli.decoding.device.law_torch import best_layer, draft_layer
+from dsbd_cli.decoding.device import acceptance
+from dsbd_cli.decoding.device.law_torch import TorchLaw, best_layer, draft_layer
 from dsbd_cli.decoding.device.layout import CoverLayout
 from dsbd_cli.decoding.law.beam_search import best_candidates, candidates_kept
 from dsbd_cli.decoding.law.distribution import (
     LogitsProcessor,
     Row,
     SeededSampler,
+    draw_distinct,
     draw_layer,
     joint,
     most_probable,
 )
-from dsbd_cli.decoding.law.verification import accept_draws, align, keys
+from dsbd_cli.decoding.law.verification import accept_distinct_draws, accept_draws, align, keys
 from dsbd_cli.decoding.law.width import DistinctWidth, ThresholdWidth
 from dsbd_cli.decoding.model.protocol import Side
 from tests.decoding.device.helpers import interpreted
@@ -528,6 +531,91 @@ def test_draws_are_tested_as_the_law_tests_them(law, width, draft_width, continu
     assert reached == {1, 2, 3}
     assert processor.greedy or seen == {True, False}
     assert rule is None or len(widths) > 1
+
+
+def test_random_draws_are_accepted_and_layers_as_wide_as_by_the_law():
+    """Overlapping p and q, with draws below a dead parent."""
+    rng, seen, widths = np.random.default_rng(6), set(), set()
+    for trial in range(200):
+        size, draft_width, width = 6, int(rng.integers(1, 7)), int(rng.integers(1, 6))
+        p, q = (rng.random(size) * (rng.random(size) < 0.8) for _ in range(2))
+        p[0], q[1], p[-1] = 0.3, 0.2, 0.0  # the last is below a dead parent
+        p, q = p / p.sum(), q / q.sum()
+        drafted = SeededSampler(trial, 1).sample(q, draft_width)
+        live = np.where(np.arange(size) < size - 1, q, 0.0)
+        rule = ThresholdWidth(width, 1, float(rng.uniform(0.05, 1)))
+        wide, uniforms = rule.for_draws(p, live, draft_width), rng.random(draft_width + width)
+        given = Given(uniforms)
+        wanted = accept_draws(p, live, [i if i < size - 1 else -1 for i in drafted], wide, given)
+        assert len(given.left) == width - wide
+        inside = np.flatnonzero(p)
+        same = torch.tensor(inside[:, None] == np.arange(size))
+        tests = acceptance.tests_of(torch.tensor(p[inside]), same, torch.tensor(q), torch.tensor(drafted))
+        slack, least = torch.tensor([rule.slack]), torch.tensor([1])
+        count = acceptance.draws_accepted(tests, slack, least, width)
+        assert int(count) == wide
+        got = acceptance.accept_draws(tests, count, torch.tensor([True]), torch.tensor(uniforms), width)
+        assert inside[got.draws[:wide].numpy()].tolist() == list(wanted.draws)
+        looked_at = [int(one) for one in wanted.verdicts]
+        assert got.verdicts.tolist() == looked_at + [-1] * (draft_width - len(looked_at))
+        assert bool(got.whole) == wanted.passed
+        seen.update(wanted.verdicts)
+        widths.add(wide)
+    assert seen == {True, False}
+    assert len(widths) > 3
+
+
+def test_distinct_draws_are_tested_as_the_law_tests_them():
+    """Recursive rejection: dead parents in q, fewer continuations than draws, widths of every kind."""
+    rng, seen, narrow = np.random.default_rng(5), set(), 0
+    for trial in range(150):
+        size, draft_width, width = 6, int(rng.integers(1, 6)), int(rng.integers(1, 5))
+        p, q = (rng.random(size) * (rng.random(size) < 0.7) for _ in range(2))
+        p[0], q[1], p[-1] = 0.3, 0.2, 0.0  # the last is below a dead parent
+        p, q = p / p.sum(), q / q.sum()
+        drafted = draw_distinct(SeededSampler(trial, 1), q, draft_width)
+        wide = int(rng.integers(1, width + 1))
+        uniforms = rng.random(draft_width + width)
+        given = Given(uniforms)
+        wanted = accept_distinct_draws(p, q, drafted, wide, given)
+        assert len(given.left) == draft_width - len(drafted) + width - wide
+        inside = np.flatnonzero(p)
+        absent = [-1] * (draft_width - len(drafted))
+        got, count = acceptance.accept_distinct_draws(
+            torch.tensor(p[inside]), torch.tensor(inside[:, None] == np.arange(size)), torch.tensor(q),
+            torch.tensor(drafted + absent), torch.tensor([wide]), torch.tensor([True]), torch.tensor(uniforms), width,
+        )  # fmt: skip
+        assert int(count) == len(wanted.draws)
+        assert inside[got.draws[: int(count)].numpy()].tolist() == list(wanted.draws)
+        looked_at = [int(one) for one in wanted.verdicts]
+        assert got.verdicts.tolist() == looked_at + [-1] * (draft_width - len(looked_at))
+        assert bool(got.whole) == wanted.passed
+        seen.update(wanted.verdicts)
+        narrow += len(wanted.draws) < wide
+    assert seen == {True, False}
+    assert narrow
+
+
+@pytest.mark.parametrize(("drawn", "distinct"), [(0, False), (0, True), (6, False), (6, True)])
+def test_tensors_of_the_law_never_wait_for_the_host(drawn, distinct):
+    """A CUDA graph cannot hold an operation whose shape or place depends on values: here there are none to look at."""
+    layout = CoverLayout.of(2, 3, 4, 2, drawn=drawn)
+    with FakeTensorMode():
+        state, request, outcome = (
+            torch.zeros((2, size), dtype=torch.long)
+            for size in (layout.state_size, layout.request_size, layout.outcome_size)
+        )
+        eos, best = torch.tensor(EOS), torch.zeros((2 * layout.nodes, 13))
+        parents, scores = best[: 2 * layout.width], torch.zeros((2, layout.width), dtype=torch.float64)
+        if drawn:
+            TorchLaw().draw(parents, scores, 0, layout, request, outcome, eos, False, 6, distinct)
+        else:
+            TorchLaw().draft(parents, scores, 0, layout, outcome, eos)
+        TorchLaw().verify(
+            best, state, torch.zeros_like(state), request, outcome, layout, eos, False, 6, distinct
+        )
+        with pytest.raises(DataDependentOutputException):
+            state[0, 0].item()
 
 
 @pytest.mark.parametrize("gamma", [0, 2])
