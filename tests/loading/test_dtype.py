@@ -130,6 +130,7 @@ def test_a_format_that_is_asked_for_wins_and_is_not_timed(spec: PairSpec, judge:
 def test_where_there_is_no_choice_nothing_is_timed(
     tmp_path: Path, spec: PairSpec, judge: Judge, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(processor, "amx_likely", lambda: False)
     builders.rand(tmp_path / "full")  # of weights that bfloat16 would round
     assert load_pair(PairSpec(str(tmp_path / "full"))).target.dtype == torch.float32
     monkeypatch.setattr(processor, "bf16_likely", lambda: False)
@@ -262,6 +263,7 @@ def test_a_pair_whose_formats_were_not_to_be_had_is_not_remembered(
     spec: PairSpec, judge: Judge, monkeypatch: pytest.MonkeyPatch, unusable: bool
 ) -> None:
     """Another process measured for too long, or the verdict is none: that is no reason to stay with the rule."""
+    monkeypatch.setattr(processor, "amx_likely", lambda: False)
     with monkeypatch.context() as patch:
         if unusable:
             judge.says = "int8"

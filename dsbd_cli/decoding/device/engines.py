@@ -34,6 +34,9 @@ from dsbd_cli.decoding.tree.sequences import Trie
 # Captured iterations to keep, one for each way of decoding: a sweep goes through many in turns.
 _MOST_ITERATIONS = 32
 
+# Some hundred small kernels a layer: on an H200 10 ms a call where the host's way took less (docs/speed.md).
+_ACCEPTS_SLOWLY = "several drafted draws a layer are accepted quicker by the host than by tensor operations"
+
 _Iteration = TypeVar("_Iteration", CoverIteration, DraftIteration)
 
 
@@ -112,13 +115,11 @@ class Engines:
         greedy, support, distinct = demand.processor.greedy, demand.processor.top_n, demand.distinct
         sizes = 1, demand.width, draft_width, gamma, *_layers(demand, eos, ours, theirs)
         layout = CoverLayout.of(*sizes)
+        law = _law(target.device, layout, ours, theirs)
+        if law is None:
+            return None, _ACCEPTS_SLOWLY
 
         def make() -> CoverIteration:
-            law = next(
-                law
-                for law in _laws(target.device)
-                if law.takes(layout, ours.top_n, theirs.top_n if theirs else 0)
-            )
             return CoverIteration(
                 ours, theirs, law, layout, greedy, support, eos, target.device, target.clock, distinct
             )
@@ -156,11 +157,9 @@ class Engines:
             return None
         sizes = lanes, demand.width, demand.draft_width, demand.gamma, *_layers(demand, eos, ours, theirs)
         layout = CoverLayout.of(*sizes)
-        law = next(
-            law
-            for law in _laws(target.model.device)
-            if law.takes(layout, ours.top_n, theirs.top_n if theirs else 0)
-        )
+        law = _law(target.model.device, layout, ours, theirs)
+        if law is None:
+            return None
         greedy, support, clock = demand.processor.greedy, demand.processor.top_n, target.model.clock
         iteration = CoverIteration(
             ours, theirs, law, layout, greedy, support, eos, target.model.device, clock, demand.distinct
@@ -295,6 +294,14 @@ def _why_not(target: HfTreeModel, draft: HfTreeModel | None, demand: Demand) -> 
 def quickest_law(device: torch.device) -> DeviceLaw:
     """The quickest law that there is on this device."""
     return next(_laws(device))
+
+
+def _law(device: torch.device, layout: CoverLayout, ours: Side, theirs: Side | None) -> DeviceLaw | None:
+    """The quickest law that takes iterations of this layout; None where the host is quicker."""
+    best = (ours.top_n, theirs.top_n if theirs else 0)
+    law = next(law for law in _laws(device) if law.takes(layout, *best))
+    slow = layout.drawn and layout.draft_width > 1 and isinstance(law, TorchLaw)
+    return None if slow and device.type == "cuda" else law
 
 
 def _laws(device: torch.device) -> Iterator[DeviceLaw]:

@@ -9,8 +9,11 @@ from dsbd_cli.decoder import Decoder
 from dsbd_cli.decoding.device import engines
 from dsbd_cli.decoding.device.draft_iteration import DraftIteration
 from dsbd_cli.decoding.device.iteration import CoverIteration
+from dsbd_cli.decoding.device.law_torch import TorchLaw
+from dsbd_cli.decoding.device.layout import CoverLayout
 from dsbd_cli.decoding.forward.capture import Captures
 from dsbd_cli.decoding.methods.setup import demand_of
+from dsbd_cli.decoding.model.protocol import Side
 from dsbd_cli.settings import Settings
 from tests.builders import rand
 from tests.decoding.device.helpers import begun, settings_of, told, trees
@@ -218,3 +221,19 @@ def test_a_decoder_says_which_paths_ran(tmp_path):
 def test_laws_are_chosen_by_device_and_environment(monkeypatch):
     monkeypatch.setenv("DSBD_NATIVE", "0")
     assert [type(law).__name__ for law in engines._laws(torch.device("cpu"))] == ["TorchLaw"]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "device", "taken"),
+    [
+        ((1, 4, 8, 3, 0, 10), "cuda", False),  # several draws a layer are tested
+        ((1, 4, 8, 3, 0, 10), "cpu", True),
+        ((1, 1, 1, 3, 0, 10), "cuda", True),  # speculative sampling
+        ((1, 4, 8, 3, 0, 0), "cuda", True),  # `cover`
+    ],
+)
+def test_a_card_leaves_to_the_host_what_the_host_does_quicker(monkeypatch, sizes, device, taken):
+    monkeypatch.setattr(engines, "_laws", lambda device: iter([TorchLaw()]))
+    side = Side(None, None, 100, 10)
+    law = engines._law(torch.device(device), CoverLayout.of(*sizes), side, side)
+    assert (law is not None) is taken
