@@ -42,7 +42,6 @@ from dsbd_cli.group import group_of
 from dsbd_cli.loading.memory import free_memory
 from dsbd_cli.prices import Acceptance, best_iteration, distinct_beams
 from dsbd_cli.prices.captured import measure_captured
-from dsbd_cli.prices.host import HostPrices
 from dsbd_cli.prompts import Prompt
 from dsbd_cli.result import Result
 from dsbd_cli.settings import Settings
@@ -55,10 +54,10 @@ _SHARE = 0.4
 _ROWS, _CAPTURED_ROWS = 64, 128
 # On a GPU prompts join by this part of the batch at a time.
 _GROUPS = 8
-# What the host's share of an iteration on the device costs where it was not measured: beside an H100.
-_HOST = HostPrices(0.15, 0.15, 0.01)
-# Milliseconds that whole batches beside an H100 took for a node of a forest beyond that and beyond the forwards.
-_NODE_MS = 0.05
+# Milliseconds of the host for a request's part of an iteration on the device, for each layer of it and for each
+# node of its forest, as whole batches beside an H100 showed them. What is measured of a machine (`prices.host`) is the
+# code alone, without launches, copies and prompts that join: it can only say that a machine is slower than that.
+_HOST_MS = (0.15, 0.15, 0.06)
 _FULL = "the draft's context is full: going on without a draft, same law"
 _SHARED_ENERGY = "several prompts share the forwards: measure the whole run"
 
@@ -511,12 +510,12 @@ class Batch:
         prices = self.decoder.prices.captured(settings, lambda: measure_captured(target, draft, top_n))
         if prices is None:
             return demand
-        host = self.decoder.prices.host(settings) or _HOST
+        host = self.decoder.prices.host(settings)
         beams = distinct_beams(demand.width, without_replacement=demand.distinct)
         known = Acceptance.assumed(beams, demand.gamma, demand.draft_width)
         shape = best_iteration(
             prices, known, requests=self.size, width=demand.width, max_gamma=demand.gamma,
-            max_draft_width=demand.draft_width, host_ms=(host.request, host.layer, host.node + _NODE_MS),
+            max_draft_width=demand.draft_width, host_ms=[_HOST_MS, *([] if host is None else [host.ms])],
         )  # fmt: skip
         return replace(demand, gamma=shape.gamma, draft_width=shape.draft_width if shape.gamma else 0)
 

@@ -185,7 +185,7 @@ def best_iteration(
     width: int,
     max_gamma: int,
     max_draft_width: int,
-    host_ms: tuple[float, float, float],
+    host_ms: Sequence[tuple[float, float, float]],
 ) -> Shape:
     """`best_forest` for iterations of fixed sizes on a device, which the host commits while the next one runs.
 
@@ -195,7 +195,7 @@ def best_iteration(
     Args:
         width: W.
         host_ms: what the host needs for one request's part of an iteration, for each layer of it, and for each
-            node of its forest.
+            node of its forest; of several such shares the largest counts.
     """
     best, most, plain = Shape(0, 1), 0.0, 0.0
     for shape in [best, *(Shape(gamma, at) for at in acceptance.widths if at <= max_draft_width
@@ -207,7 +207,9 @@ def best_iteration(
             if prices.draft is None:
                 break
             device += prices.draft(requests * 2 * width) + (gamma - 1) * prices.draft(requests * inside)
-        host = requests * (host_ms[0] + host_ms[1] * layers + host_ms[2] * gamma * inside)
+        host = requests * max(
+            request + layer * layers + node * gamma * inside for request, layer, node in host_ms
+        )
         found = requests * layers / max(device, host)
         # A draft has to see the prompt as well.
         if found > most * (1 + 1e-9) and (not gamma or found > _WORTH * plain):
