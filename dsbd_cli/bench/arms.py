@@ -92,7 +92,8 @@ def build_arms(
             local = {name: value for name, value in local.items() if name != "threshold"}
         local |= implied
         plain = _settings(kind, base, local)
-        used.update(set(local) - _idle(plain, local))
+        named = {name for name, value in implied.items() if given.get(name, value) != value}
+        used.update(set(local) - named - _idle(plain, local))
         twin = next((arm for arm in arms if arm.settings == plain and arm.kind == kind), None)
         if twin is not None:
             notes.append(f"{method} is what {twin.name} already runs with these settings: left out")
@@ -101,6 +102,8 @@ def build_arms(
         wrong = same = 0
         for point in points(grids, kind, method):
             try:
+                if other := [name for name, value in point.items() if implied.get(name, value) != value]:
+                    raise UserError(f"{method} has a {other[0].replace('_', '-')} of its own")
                 arm = Arm(f"{method} {label_of(point)}", method, _settings(kind, base, local | point), point)
             except UserError as error:
                 wrong += 1

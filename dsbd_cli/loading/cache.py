@@ -114,7 +114,9 @@ def _writable(folder: Path) -> Iterator[None]:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise RunError(f"no space left for the cache in {folder.parent}: free some, or set {VARIABLE} "
                            "to a folder with more") from error  # fmt: skip
-        if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST):
+        # (Where no folder can be made at all, as below /proc, a system may say that there is none.)
+        nowhere = error.errno == errno.ENOENT and not folder.parent.is_dir()
+        if nowhere or error.errno in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST):
             raise UserError(f"the cache folder {folder.parent} cannot be written ({error.strerror}): "
                             f"set {VARIABLE} to one that can") from error  # fmt: skip
         raise

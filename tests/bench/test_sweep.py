@@ -124,6 +124,31 @@ def test_a_threshold_that_needs_a_forest_is_not_shown_at_beams():
         arms("beam", sweeps=["threshold=0.9"])
 
 
+@pytest.mark.parametrize(
+    ("method", "given"),
+    [
+        ("specinfer:rsd", {"tree_rule": "spectr"}),
+        ("dsbd:paper", {"verify": "cover"}),
+        ("dsbd-kv-one", {"kv": "all"}),
+    ],
+)
+def test_a_rule_that_no_method_is_left_to_read_is_refused(method, given):
+    """The method's own name says another one."""
+    (name,) = given
+    with pytest.raises(UserError, match="means nothing to the methods of this run"):
+        arms(method, given)
+    plain = method.replace(":", "-").split("-")[0]
+    assert names(arms(f"{plain},{method}", given)) == [plain, method]
+    (own,), _ = arms(method, {name: getattr(arms(method)[0][0].settings, name)})
+    assert own.name == method
+    text = ",".join(dict.fromkeys([given[name], getattr(own.settings, name)]))
+    made = arms(method, sweeps=[f"{name}={text}"])
+    assert names(made) == [method]
+    assert made[1] == [f"{method}: 1 settings of the sweep exclude themselves and are left out"]
+    with pytest.raises(UserError, match=f"{method} has a .* of its own"):
+        arms(method, sweeps=[f"{name}={given[name]}"])
+
+
 def test_every_decoding_option_of_generate_reaches_a_method():
     """What cannot be swept is where the prompt comes from, how it ends and which answer is shown."""
     elsewhere = {"method", "seed", "num_return", "stop", "system", "raw"}

@@ -140,6 +140,15 @@ def test_a_file_in_the_way_is_one_line(tmp_path):
         build_once(tmp_path / "cache" / "thing", lambda part: None, what="thing")
 
 
+def test_a_place_where_no_folder_can_be_made_is_one_line(tmp_path, monkeypatch):
+    def refused(self, *_, **__):
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(self))
+
+    monkeypatch.setattr(Path, "mkdir", refused)
+    with pytest.raises(UserError, match="cannot be written"):
+        build_once(tmp_path / "cache" / "thing", lambda part: None, what="thing")
+
+
 def test_a_finished_folder_is_used_from_a_read_only_cache(tmp_path):
     folder = tmp_path / "thing"
     folder.mkdir()

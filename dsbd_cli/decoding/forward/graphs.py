@@ -41,9 +41,13 @@ def node_bucket(count: int, buckets: tuple[int, ...] = NODE_BUCKETS) -> int:
 
 
 def pad(plan: Plan, size: int) -> np.ndarray:
-    """A plan as int64 [7, size]: padded nodes write to the spare slot, which only they see."""
+    """A plan as int64 [7, size]: padded nodes write to the spare slot, which only they see.
+
+    Their token is one that is there, since a model may have others that nobody trained.
+    """
     count = len(plan)
     packed = np.zeros((PLAN_ROWS, size), dtype=np.int64)
+    packed[0] = plan.ids[-1:] or [0]
     packed[2, count:] = SPARE
     packed[:5, :count] = plan.ids, plan.positions, plan.slots, plan.mask_rows, plan.base
     seen = np.zeros((size, 64), dtype=bool)
@@ -57,11 +61,11 @@ def pad(plan: Plan, size: int) -> np.ndarray:
 
 def _padded_prompt(plan: Plan, size: int) -> Tensor:
     """A whole prompt as int64 [5, size]: ids, positions, slots to write, slots that its mask row sees; mask row, last
-    token's place. Padded tokens write to the spare slot."""
+    token's place. Padded tokens write to the free slots behind it, so that what they see is all of this forward."""
     count = len(plan)
     packed = np.zeros((5, size), dtype=np.int64)
+    packed[0], packed[2] = plan.ids[-1], np.arange(1, size + 1)
     packed[:3, :count] = plan.ids, plan.positions, plan.slots
-    packed[2, count:] = SPARE
     packed[3] = plan.slots[-1]
     packed[3, :count] = plan.slots
     packed[4, :2] = plan.mask_rows[0], count - 1

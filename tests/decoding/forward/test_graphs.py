@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from dsbd_cli.decoding.cache.buffers import SPARE
 from dsbd_cli.decoding.cache.logits import dense_joint
 from dsbd_cli.decoding.cache.tree_cache import Plan
 from dsbd_cli.decoding.forward.capture import Captures, slot_bucket
@@ -42,7 +43,8 @@ def test_padding_keeps_the_plan_and_shows_padded_nodes_only_themselves(count):
     size = node_bucket(count)
     packed = torch.from_numpy(pad(plan, size))
     assert packed[:5, :count].tolist() == numbers
-    assert not packed[:5, count:].any()
+    assert set(packed[0, count:].tolist()) <= {numbers[0][-1]}
+    assert not packed[1:5, count:].any()
     assert set(packed[6].tolist()) == {512}
     seen = seen_inside(packed[5])
     assert np.array_equal(seen[:count, :count].numpy(), inside)
@@ -249,3 +251,39 @@ def test_two_prompts_are_under_way_before_either_is_waited_for(tmp_path):
     trees[1].prefill([1, 2, 3], root, top_n=2, idle=False)
     trees[0].settle()
     assert trees[0].best(root, 2)[0].tolist() == trees[1].best(root, 2)[0].tolist()
+
+
+def test_what_lies_behind_a_prompt_does_not_reach_the_spare_slot(tmp_path):
+    """Padded tokens look at slots behind the prompt, where a run that broke may have left anything."""
+    model = rand(tmp_path, initializer_range=0.3)
+    tree = as_on_a_device(model)
+    tree.prefill([1, 2, 3], Node(-1, None), top_n=2)
+    buffers = [*tree.tree.cache.keys.values(), *tree.tree.cache.values.values()]
+    for _ in range(2):
+        with torch.inference_mode():
+            for buffer in buffers:
+                buffer[:, :, 6:] = float("nan")
+        root = Node(-1, None)
+        tree.prefill([4, 5, 6, 7, 8], root, top_n=2, reuse=False)
+        assert all(buffer[:, :, SPARE].isfinite().all() for buffer in buffers)
+        with torch.inference_mode():
+            best = model(torch.tensor([[4, 5, 6, 7, 8]])).logits[0, -1].topk(2).indices.tolist()
+        assert tree.best(root, 2)[0].tolist() == best
+
+
+def test_padding_is_of_tokens_that_were_asked_for(tmp_path):
+    """A model may have rows that nobody trained, and 0 x NaN is NaN."""
+    model = rand(tmp_path, initializer_range=0.3, tie_word_embeddings=False)
+    with torch.no_grad():
+        model.model.embed_tokens.weight[0] = float("nan")
+    tree = as_on_a_device(model)
+    for _ in range(2):
+        root = Node(-1, None)
+        tree.prefill([1, 2, 3], root, top_n=2, reuse=False)
+        nodes = [Node(token, root) for token in (4, 5, 6)]
+        tree.forward(nodes)
+        below = Node(7, nodes[0])
+        tree.forward([below])
+        with torch.inference_mode():
+            best = model(torch.tensor([[1, 2, 3, 4, 7]])).logits[0, -1].topk(2).indices.tolist()
+        assert tree.best(below, 2)[0].tolist() == best
