@@ -13,6 +13,7 @@ from dsbd_cli.decoding import (
     Engines,
     Event,
     Finished,
+    ForestShape,
     HfTreeModel,
     Iteration,
     Layer,
@@ -88,6 +89,9 @@ class Generation:
     Args:
         target, draft: what decodes it; `RequestModel`s where many prompts share a pair.
         reuse: as for `Decoder.stream`.
+
+    Attributes:
+        shape: how large its forests are, once that is decided; None where they are all full.
     """
 
     def __init__(self, decoder: Host, plan: Planned, target: Any, draft: Any, reuse: bool = False) -> None:
@@ -98,6 +102,7 @@ class Generation:
         self.seed = group_of(decoder.target.model).agreed(secrets.randbelow(2**31)) if seed is None else seed
         self.tally, self.stats = Tally(), Stats(prompt_tokens=len(ids))
         self.seconds = 0.0
+        self.shape: ForestShape | None = None
         ends = Endings(decoder.detokenize, decoder.pair.eos_ids, settings.stop, budget)
         self.trie = Trie(ends, decoder.pair.eos_ids, budget)
         self.text = ConfirmedText(decoder.detokenize, settings.stop)
@@ -129,11 +134,8 @@ class Generation:
         behind = {"wait": False} if self.draft is not None else {}
         target.prefill(self.ids, trie.root, top_n=top_n, reuse=self.reuse, **behind)
         prices = self.prices()
-        shape = None
         if self.draft is not None:
-            if not self.draft.captured:
-                shape = forest_shape(settings, prices, unread=len(self.ids))
-            later = shape is not None and not shape.begins(settings.gamma)
+            later = self._decide_forests(self.draft.captured, prices)
             top_n = draft_processor(settings).top_n
             idle = not target.captured or target.device != self.draft.device
             self.draft.prefill(self.ids, trie.root, top_n=top_n, reuse=self.reuse, later=later, idle=idle)
@@ -150,10 +152,23 @@ class Generation:
             choice.proposer,
             prices,
             self.ids,
-            shape=shape,
+            shape=self.shape,
         )
         run.keep_answer = self.reuse
         return run
+
+    def _decide_forests(self, captured: bool, prices: Prices | None, requests: int = 1) -> bool:
+        """How large forests are to be (`shape`), before the draft reads the prompt; whether it does that later.
+
+        Args:
+            captured: the draft's forwards are, so its forests are full. requests: how many share each forward.
+        """
+        if not captured:
+            self.shape = forest_shape(self.settings, prices, unread=len(self.ids))
+        if self.shape is None:
+            return False
+        self.shape.requests = requests
+        return not self.shape.begins(self.settings.gamma)
 
     def prices(self) -> Prices | None:
         """What this run's forests have to be worth; None where they are full."""

@@ -15,7 +15,6 @@ from typing import Any, Protocol
 from dsbd_cli.decoding import (
     Compute,
     Demand,
-    ForestShape,
     HfTreeModel,
     Iteration,
     Layer,
@@ -30,7 +29,6 @@ from dsbd_cli.decoding import (
     demand_of,
     draft_processor,
     forest_is_free,
-    forest_shape,
     loop_of,
     most_nodes,
     start,
@@ -126,7 +124,6 @@ class _Member(Generation):
         target, draft: the shared models as it sees them, once it is let in.
         need: what it waits for; None before it has begun.
         done: its result is there to be made.
-        shape: how large its forests are, where that is asked.
         later: the draft reads the prompt when it is first asked, or never.
     """
 
@@ -140,7 +137,6 @@ class _Member(Generation):
         self.need: Compute | Turn | None = None
         self.done = False
         self.seat: Seat | None = None
-        self.shape: ForestShape | None = None
         self.later = False
         self._began = time.perf_counter()
 
@@ -152,11 +148,9 @@ class _Member(Generation):
         """
         # Elsewhere the text depends on the forest, and must not depend on who shares it.
         self._requests = requests if forest_is_free(self.settings) else lambda: 1
-        if self.draft is not None and not self.draft.model.captured:
-            self.shape = forest_shape(self.settings, self.prices(), unread=len(self.ids))
-        if self.shape is not None:
-            self.shape.requests = max(1, self._requests())
-            self.later = not self.shape.begins(self.settings.gamma)
+        if self.draft is not None:
+            under_way = max(1, self._requests())
+            self.later = self._decide_forests(self.draft.model.captured, self.prices(), under_way)
 
     def begin(self, pipeline: Pipeline | None) -> None:
         """The prompt is computed: decode from now on."""

@@ -19,7 +19,7 @@ from dsbd_cli.decoding.cache.buffers import SPARE, Span
 from dsbd_cli.decoding.cache.logits import Best, finite_logits, log_probabilities, pack, unpack
 from dsbd_cli.decoding.cache.tree_cache import Plan, TreeCache
 from dsbd_cli.decoding.forward.attention import without_planning
-from dsbd_cli.decoding.forward.capture import Captures, InFlight, OverlapClock, slots_to_see
+from dsbd_cli.decoding.forward.capture import Captures, InFlight, OverlapClock, Steps, slots_to_see
 from dsbd_cli.decoding.forward.outcomes import TooLarge
 
 NODE_BUCKETS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64)
@@ -135,19 +135,21 @@ class GraphForward:
         Raises:
             CannotCapture, OutOfMemory: nothing was computed.
         """
-        key = self._prompt_key(plan, min(count, self.vocab))
-        packed = _padded_prompt(plan, key[1])
-        return self.captures.launch(key, packed, lambda inputs: self._prompt_steps(inputs, key[2]), rare=True)
+        return self.captures.launch(*self._prompt(plan, min(count, self.vocab)), rare=True)
 
     def prompt_logits(self, plan: Plan) -> Tensor:
         """Forward a whole prompt; the logits [1, V'] of its last token. Raises like `launch_prompt`."""
-        key = self._prompt_key(plan, 0)
-        packed = _padded_prompt(plan, key[1])
-        return self.captures.run(key, packed, lambda inputs: self._prompt_steps(inputs, 0), rare=True)[1]
+        return self.captures.run(*self._prompt(plan, 0), rare=True)[1]
 
-    def _prompt_key(self, plan: Plan, size: int) -> tuple[str, int, int]:
+    def _prompt(self, plan: Plan, size: int) -> tuple[tuple[str, int, int], Tensor, Steps]:
+        """Key, request and steps of a whole prompt."""
         self.captures.valid_for(self.tree.stores.pointers())
-        return "prompt", node_bucket(len(plan), PROMPT_BUCKETS), size
+        tokens = node_bucket(len(plan), PROMPT_BUCKETS)
+        return (
+            ("prompt", tokens, size),
+            _padded_prompt(plan, tokens),
+            lambda inputs: self._prompt_steps(inputs, size),
+        )
 
     def _prompt_steps(self, inputs: Tensor, size: int) -> list[Tensor]:
         """A whole prompt, on tensors of fixed shapes: best entries, logits."""

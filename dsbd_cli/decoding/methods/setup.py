@@ -157,10 +157,10 @@ def demand_of(settings: Settings, drafts: bool) -> Demand:
         why_not_captured = "the host drafts distinct draws"
     if not plain and settings.method == "specinfer":
         why_not_pipelined = "which random numbers come next depends on what is accepted"
+        if settings.tree_rule != "specinfer":
+            why_not_pipelined = f"the host verifies trees by this rule (tree-rule {settings.tree_rule})"
     if not plain and (on_host := host_proposals(settings)):
         why_not_pipelined = why_not_captured = on_host
-    if not plain and settings.method == "specinfer" and settings.tree_rule != "specinfer":
-        why_not_pipelined = f"the host verifies trees by this rule (tree-rule {settings.tree_rule})"
     if plain or settings.method == "specinfer":
         why_not_captured = "nothing is drafted" if plain else "the host drafts token trees"
     return Demand(
