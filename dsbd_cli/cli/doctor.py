@@ -91,9 +91,14 @@ def _devices() -> list[str]:
     auto = (
         whole if whole == coarse else f"{coarse} for weights stored in bfloat16 or fewer bits, else {whole}"
     )
-    if len(open_ := choice(torch.device("cpu"), True)) > 1 and formats.allowed():
-        either = " or ".join(map(_dtype, open_))
-        auto = f"{either}, whichever is timed to be quicker, for weights stored in bfloat16 or fewer bits, else {whole}"
+    stored = {"stored in bfloat16": False, "of a GGUF file": True}
+    open_ = {kind: choice(torch.device("cpu"), True, blocks) for kind, blocks in stored.items()}
+    if formats.allowed() and any(len(one) > 1 for one in open_.values()):
+        told = [
+            f"{' or '.join(one.name for one in formats_)} for weights {kind}"
+            for kind, formats_ in open_.items()
+        ]
+        auto = f"{', '.join(told)} (whichever is timed to be quicker), else {whole}"
     code = f"C code for {processor.level()}" if processor.can_compile() else "no C compiler, or DSBD_NATIVE=0"
     lines = [f"cpu: {torch.get_num_threads()} threads, {code}, dtype auto is {auto}"]
     for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):

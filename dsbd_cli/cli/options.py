@@ -57,7 +57,9 @@ PARAMETERS = [
     _option(Text, "--device", help="auto, cpu, cuda:N or mps, for both models.", panel=MODEL),
     _option(Text, "--target-device", help="Device of the target alone.", panel=MODEL),
     _option(Text, "--draft-device", help="Device of the draft alone.", panel=MODEL),
-    _option(Text, "--dtype", help="auto, float32, bfloat16 or float16, for both models.", panel=MODEL),
+    _option(
+        Text, "--dtype", help="auto, float32, bfloat16, float16, or int8 (CPU), for both models.", panel=MODEL
+    ),
     _option(Text, "--target-dtype", help="Dtype of the target alone.", panel=MODEL),
     _option(Text, "--draft-dtype", help="Dtype of the draft alone.", panel=MODEL),
     _option(Text, "--method", help="dsbd, beam, speculative, specinfer or multinomial.", panel=DECODING),

@@ -2,10 +2,36 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 
 from dsbd_cli.errors import UserError
 from dsbd_cli.loading import processor
+
+INT8 = "int8"
+
+
+class NumberFormat(NamedTuple):
+    """What a model computes in.
+
+    Attributes:
+        dtype: of its weights, and of activations where they are not rounded.
+        int8_activations: activations are rounded to 8 bits where they meet 4-bit blocks (docs/speed.md); a CPU's.
+    """
+
+    dtype: torch.dtype
+    int8_activations: bool = False
+
+    @property
+    def name(self) -> str:
+        """What it is called in options and results."""
+        return INT8 if self.int8_activations else str(self.dtype).removeprefix("torch.")
+
+    @classmethod
+    def called(cls, name: str) -> NumberFormat:
+        """The one of this name."""
+        return cls(torch.float32, True) if name == INT8 else cls(getattr(torch, name))
 
 
 def pick_device(name: str, role: str) -> torch.device:
@@ -42,8 +68,7 @@ def pick_dtype(name: str, device: torch.device, coarse: bool = False) -> torch.d
         coarse: the weights are stored in bfloat16 or fewer bits, so that they lose nothing in bfloat16.
     """
     if name != "auto":
-        dtype: torch.dtype = getattr(torch, name)
-        return dtype
+        return NumberFormat.called(name).dtype
     if device.type == "cuda":
         with torch.cuda.device(device):
             bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
@@ -53,12 +78,18 @@ def pick_dtype(name: str, device: torch.device, coarse: bool = False) -> torch.d
     return torch.bfloat16 if coarse and processor.amx_likely() else torch.float32
 
 
-def choice(device: torch.device, coarse: bool) -> tuple[torch.dtype, ...]:
+def choice(device: torch.device, coarse: bool, blocks: bool = False) -> tuple[NumberFormat, ...]:
     """The number formats that `auto` may be, what rounds least first; one of them leaves nothing to measure.
 
     Args:
         coarse: as for `pick_dtype`: other weights would lose digits.
+        blocks: the weights may be stored in blocks of 4 bits, of a model that is no draft (which has formats of its
+            own: it may say anything).
     """
+    found = [pick_dtype("auto", device, coarse)]
     if device.type == "cpu" and coarse and processor.bf16_likely():
-        return torch.float32, torch.bfloat16
-    return (pick_dtype("auto", device, coarse),)
+        found = [torch.float32, torch.bfloat16]
+    short = device.type == "cpu" and blocks and processor.int8_likely()
+    if short and torch.float32 not in found:
+        found.insert(0, torch.float32)
+    return *map(NumberFormat, found), *([NumberFormat.called(INT8)] if short else [])

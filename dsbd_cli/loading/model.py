@@ -10,6 +10,7 @@ import torch
 from dsbd_cli.errors import UserError
 from dsbd_cli.group import group_of
 from dsbd_cli.loading import architecture, hub
+from dsbd_cli.loading.hardware import NumberFormat
 from dsbd_cli.loading.place import Place
 from dsbd_cli.loading.shapes import misfit
 from dsbd_cli.loading.source import Source
@@ -24,6 +25,7 @@ class LoadedModel:
         model: in eval mode, on `device`.
         name: short, for results.
         device, dtype: where and in what format it computes.
+        int8_activations: as in `hardware.NumberFormat`.
         max_positions: context limit, or None.
         vocab_rows: rows of the head, padding included.
         tree_refusal: why the architecture cannot serve tree methods, or None.
@@ -42,6 +44,12 @@ class LoadedModel:
     window: int | None
     source: Source
     notes: list[str] = field(default_factory=list)
+    int8_activations: bool = False
+
+    @property
+    def format(self) -> str:
+        """The name of its number format."""
+        return NumberFormat(self.dtype, self.int8_activations).name
 
 
 def describe(model: Any, source: Source) -> LoadedModel:

@@ -7,7 +7,9 @@ from typing import Any
 
 import torch
 
-from dsbd_cli.loading import gguf_cache, hardware
+from dsbd_cli.errors import UserError
+from dsbd_cli.loading import gguf_cache, hardware, processor
+from dsbd_cli.loading.hardware import INT8, NumberFormat
 from dsbd_cli.loading.place import Place
 from dsbd_cli.loading.progress import Progress
 from dsbd_cli.loading.stamp import files_stamp
@@ -26,7 +28,7 @@ def pick(
     whole: bool,
     trust: bool,
     tell: Progress,
-) -> tuple[torch.dtype, dict[str, Any] | None]:
+) -> tuple[NumberFormat, dict[str, Any] | None]:
     """The number format of a model, and what its verdict is kept under; None where none is wanted (`formats.still`).
 
     Where this machine and the weights leave a choice the formats are timed, once: the verdict is kept. Where it
@@ -39,16 +41,23 @@ def pick(
         whole: the weights are those of the checkpoint, in one process: no other format could be timed.
         trust: run modelling code that comes with a checkpoint.
         tell: told before anything is timed.
+
+    Raises:
+        UserError: 8-bit activations where there are none.
     """
-    choice = hardware.choice(device, coarse)
-    rule = hardware.pick_dtype(name, device, coarse)
+    target = place.role == "target"
+    if name == INT8:
+        _require_int8(place.role, device, whole or not target)
+        return NumberFormat(torch.float32, target), None  # a draft on a CPU multiplies in int8 anyway
+    choice = hardware.choice(device, coarse, target and place.source.kind in ("gguf", "wheel"))
+    rule = NumberFormat(hardware.pick_dtype(name, device, coarse))
     if name != "auto" or len(choice) < 2 or not whole or not formats.allowed():
         return rule, None
     facts = formats.facts(
         name=place.source.name,
         weights=_stamp(place, config),
         role=place.role,
-        formats=[str(one).removeprefix("torch.") for one in choice],
+        formats=[one.name for one in choice],
         threads=torch.get_num_threads(),
         versions={library: importlib.metadata.version(library) for library in _LIBRARIES},
     )
@@ -62,8 +71,21 @@ def pick(
     verdict, _ = store.found_or_measured(formats.KIND, facts, measure)
     if verdict is None or verdict.dtype not in facts["formats"]:
         return rule, {"facts": facts, "dtype": None}
-    dtype: torch.dtype = getattr(torch, verdict.dtype)
-    return dtype, {"facts": facts, "dtype": verdict.dtype}
+    return NumberFormat.called(verdict.dtype), {"facts": facts, "dtype": verdict.dtype}
+
+
+def _require_int8(role: str, device: torch.device, whole: bool) -> None:
+    option = f"--{role}-dtype {INT8}"
+    if device.type != "cpu":
+        raise UserError(f"{option} is for CPUs, and the {role} is on {device}: choose bfloat16")
+    if not whole:
+        raise UserError(
+            f"{option} goes with none of --quantization, --device-map and --tensor-parallel: choose bfloat16"
+        )
+    if not processor.int8_likely():
+        raise UserError(
+            f"{option} needs a C compiler and a processor with AVX2 (dsbd doctor): choose float32"
+        )
 
 
 def _stamp(place: Place, config: Any) -> str:

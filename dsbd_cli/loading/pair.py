@@ -94,7 +94,7 @@ def load(
         refuse_other_ends(place, config, trust)
         whole = spec.quantization is None and spec.device_map is None and group is None
         formats = {}
-        dtype, formats["target"] = number_format.pick(
+        format_, formats["target"] = number_format.pick(
             spec.target_dtype, place, config, devices[0],
             coarse=_coarse(place, config), whole=whole, trust=trust, tell=tell,
         )  # fmt: skip
@@ -102,8 +102,8 @@ def load(
         if draft_place is not None:
             # A draft that borrows its target's embeddings is stored in 8 bits, and borrows in one format only.
             borrowed = draft_place.shared
-            coarse = dtype == torch.bfloat16 if borrowed else _coarse(draft_place, draft_config)
-            draft_dtype, formats["draft"] = number_format.pick(
+            coarse = format_.dtype == torch.bfloat16 if borrowed else _coarse(draft_place, draft_config)
+            (draft_dtype, _), formats["draft"] = number_format.pick(
                 spec.draft_dtype, draft_place, draft_config, devices[1],
                 coarse=coarse, whole=not borrowed, trust=trust, tell=tell,
             )  # fmt: skip
@@ -112,9 +112,10 @@ def load(
         if not place.is_local:
             tell(f"loading {place.source.name}")
         if group is None:
-            target = load_weights(place, config, spec, devices[0], dtype)
+            target = load_weights(place, config, spec, devices[0], format_.dtype)
         else:
-            target = sharded.load(place, config, spec, group, devices[0], dtype)
+            target = sharded.load(place, config, spec, group, devices[0], format_.dtype)
+        target.int8_activations = format_.int8_activations
         if draft_place is not None and draft_place.shared:
             draft = load_shared(draft_place, target, devices[1], draft_dtype, trust)
     known = compat.token_range(tokenizer)

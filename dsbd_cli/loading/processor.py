@@ -75,6 +75,11 @@ def bf16_likely() -> bool:
     return amx_likely() or ("avx512_bf16" in flags() and LEVELS.index(level()) >= LEVELS.index("avx512"))
 
 
+def int8_likely() -> bool:
+    """Whether products of 4-bit blocks with activations of 8 bits are quick here (`forward/native/int8.c`)."""
+    return can_compile() and level() != "portable" and bool(flags())
+
+
 def flags() -> set[str]:
     """What this processor says it can do, as Linux spells it; nothing where that cannot be read."""
     return set(description().partition(":")[2].split())

@@ -10,7 +10,7 @@ from typing import Any
 from dsbd_cli.errors import UserError
 from dsbd_cli.settings import near
 
-DTYPES = ("auto", "float32", "bfloat16", "float16")
+DTYPES = ("auto", "float32", "bfloat16", "float16", "int8")
 QUANTIZATIONS = ("8bit", "4bit")
 _DTYPE_ALIASES = {
     "fp32": "float32",

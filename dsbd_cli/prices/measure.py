@@ -14,6 +14,7 @@ import torch
 
 from dsbd_cli.decoding import HfTreeModel
 from dsbd_cli.loading import processor
+from dsbd_cli.loading.hardware import NumberFormat
 from dsbd_cli.loading.ready.pair import plain_config
 from dsbd_cli.prices.probe import Probe, quick
 from dsbd_cli.prices.table import Curve, Prices
@@ -56,7 +57,7 @@ def _facts_of(model: HfTreeModel) -> dict[str, Any]:
     return {
         "name": model.name,
         "shape": hashlib.sha256(shape.encode()).hexdigest()[:16],
-        "dtype": str(model.dtype).removeprefix("torch."),
+        "dtype": NumberFormat(model.dtype, model.tree_forward.int8_activations).name,
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
         "forward": model.describe(),
     }

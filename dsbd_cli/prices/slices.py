@@ -20,6 +20,7 @@ from torch import Tensor
 
 from dsbd_cli.decoding import HfTreeModel
 from dsbd_cli.loading.checkpoint import weight_files
+from dsbd_cli.loading.hardware import NumberFormat
 from dsbd_cli.loading.place import Place
 from dsbd_cli.loading.shapes import skeleton
 from dsbd_cli.prices.formats import Verdict, quickest
@@ -35,7 +36,7 @@ _UNIT = 16
 _SWEEP = 256 << 20
 
 
-def judge(place: Place, config: Any, formats: Sequence[torch.dtype], *, int8: bool, trust: bool) -> Verdict:
+def judge(place: Place, config: Any, formats: Sequence[NumberFormat], *, int8: bool, trust: bool) -> Verdict:
     """Time `formats` for a model; a model that cannot be sliced takes the first of them.
 
     Args:
@@ -44,10 +45,10 @@ def judge(place: Place, config: Any, formats: Sequence[torch.dtype], *, int8: bo
         int8: as for `HfTreeModel`: a draft's.
         trust: run modelling code that comes with a checkpoint.
     """
-    names = [str(one).removeprefix("torch.") for one in formats]
+    names = [one.name for one in formats]
     try:
         slice_ = Slice(place, config, trust)
-        models = {name: slice_.model(one, int8) for name, one in zip(names, formats, strict=True)}
+        models = {one.name: slice_.model(one, int8) for one in formats}
     except Exception as error:  # whatever modelling code makes of a part of itself
         return Verdict(names[0], {}, f"not timed ({type(error).__name__} in a slice of it)")
     if len({one.arithmetic for one in models.values()}) == 1:
@@ -101,7 +102,7 @@ class Sliced:
         forward = tree.tree_forward
         self.tree = tree
         self.dtype = str(forward.dtype).removeprefix("torch.")
-        self.arithmetic = type(forward).__name__, self.dtype, forward.int8
+        self.arithmetic = type(forward).__name__, self.dtype, forward.int8, forward.int8_activations
         each = 1 if forward.int8 else forward.dtype.itemsize
         read = getattr(forward, "bytes_read", None) or each * sum(
             one.numel() for one in tree.model.parameters()
@@ -140,8 +141,8 @@ class Slice:
         self._trust = trust
         self._weights = dict(_stored(place))
 
-    def model(self, dtype: torch.dtype, int8: bool) -> Sliced:
-        """The slice in `dtype`.
+    def model(self, format_: NumberFormat, int8: bool) -> Sliced:
+        """The slice in a number format.
 
         Raises:
             Exception: of any kind, as above.
@@ -152,10 +153,16 @@ class Slice:
         made = torch.Generator().manual_seed(0)
         for name, weight in model.named_parameters():
             weight.requires_grad_(False)
-            weight.data = self._values(name, weight, made).to(dtype)
+            weight.data = self._values(name, weight, made).to(format_.dtype)
         for buffer in model.buffers():  # what they hold decides nothing that is timed
             buffer.fill_(0.5) if buffer.is_floating_point() else buffer.zero_()
-        tree = HfTreeModel(model, vocab_size=self.vocab_size, int8=int8, test=False)
+        tree = HfTreeModel(
+            model,
+            vocab_size=self.vocab_size,
+            int8=int8,
+            int8_activations=format_.int8_activations,
+            test=False,
+        )
         return Sliced(tree, self.share)
 
     def _values(self, name: str, weight: Tensor, made: torch.Generator) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,14 +12,18 @@ import pytest
 import torch
 
 from dsbd_cli.decoder import Decoder
+from dsbd_cli.errors import UserError
 from dsbd_cli.loading import PairSpec, load_pair, number_format, processor
-from dsbd_cli.loading.hardware import choice, pick_dtype
+from dsbd_cli.loading.hardware import NumberFormat, choice, pick_dtype
+from dsbd_cli.loading.place import Place
 from dsbd_cli.loading.ready import pair as ready
+from dsbd_cli.loading.source import parse_source
 from dsbd_cli.prices import formats, slices, store
 from tests import builders
 
 CPU = torch.device("cpu")
 BOTH = (torch.float32, torch.bfloat16)
+INT8 = NumberFormat(torch.float32, True)
 
 
 @pytest.mark.parametrize("likely", [True, False])
@@ -55,14 +60,32 @@ def test_without_a_compiler_or_its_instructions_nothing_is_likely(monkeypatch):
 def test_quick_bfloat16_is_read_off_the_processor_and_can_be_hidden(monkeypatch):
     monkeypatch.setattr(processor, "can_compile", lambda: False)  # torch's own products then
     monkeypatch.setattr(processor, "flags", lambda: processor.AMX - {"amx_bf16"})
-    assert choice(CPU, True) == BOTH
-    assert choice(CPU, False) == (torch.float32,)
+    assert choice(CPU, True) == tuple(map(NumberFormat, BOTH))
+    assert choice(CPU, False) == (NumberFormat(torch.float32),)
     for hidden, there in (("avx2", 1), ("portable", 1), ("avx512", 2)):
         monkeypatch.setenv("DSBD_CPU", hidden)
         assert len(choice(CPU, True)) == there
     monkeypatch.delenv("DSBD_CPU")
     monkeypatch.setattr(processor, "flags", lambda: processor.AMX - {"avx512_bf16"})
-    assert choice(CPU, True) == (torch.float32,)
+    assert choice(CPU, True) == (NumberFormat(torch.float32),)
+
+
+def test_activations_of_8_bits_are_for_blocks_compilers_and_vectors(monkeypatch):
+    monkeypatch.setattr(processor, "can_compile", lambda: True)
+    monkeypatch.setattr(processor, "flags", lambda: processor.AMX)
+    float32 = NumberFormat(torch.float32)
+    assert choice(CPU, True, True) == (float32, NumberFormat(torch.bfloat16), INT8)
+    assert INT8 not in choice(CPU, True, False)
+    assert INT8 not in choice(torch.device("cuda"), True, True) if torch.cuda.is_available() else True
+    monkeypatch.setenv("DSBD_CPU", "avx2")
+    assert choice(CPU, True, True) == (float32, INT8)
+    monkeypatch.setenv("DSBD_CPU", "portable")
+    assert choice(CPU, True, True) == (float32,)
+    monkeypatch.delenv("DSBD_CPU")
+    monkeypatch.setattr(processor, "can_compile", lambda: False)
+    assert INT8 not in choice(CPU, True, True)
+    for one in (float32, NumberFormat(torch.bfloat16), INT8):
+        assert NumberFormat.called(one.name) == one
 
 
 # Measured formats. Which are open, and how quick they are, is made up here.
@@ -75,7 +98,7 @@ class Judge:
         self.says, self.asked = "bfloat16", []
 
     def __call__(self, place: Any, config: Any, open_: Any, *, int8: bool, trust: bool) -> formats.Verdict:
-        assert open_ == BOTH
+        assert open_ == tuple(map(NumberFormat, BOTH))
         self.asked.append((place.role, int8))
         return formats.Verdict(self.says, {}, "made up")
 
@@ -149,19 +172,17 @@ def test_where_nothing_can_be_kept_the_rule_holds(
     else:
         (tmp_path / "cache").write_text("a file where the folder should be")
     judge.says = "float32" if likely else "bfloat16"
-    dtype, wanted = number_format_of(spec)
+    (dtype, _), wanted = number_format_of(spec)
     assert dtype == (torch.bfloat16 if likely else torch.float32)
     assert (wanted is None) == (why == "switched off")
     assert not judge.asked
 
 
-def number_format_of(spec: PairSpec) -> Any:
+def number_format_of(spec: PairSpec, **changed: Any) -> Any:
     """What loading takes for the target, without loading it: compiled code needs a cache folder too."""
     from dsbd_cli.loading.model import load_config
-    from dsbd_cli.loading.place import Place
-    from dsbd_cli.loading.source import parse_source
 
-    place = Place(parse_source(spec.target, "target"), "target", spec.target)
+    place = Place(replace(parse_source(spec.target, "target"), **changed), "target", spec.target)
     return number_format.pick(
         "auto",
         place,
@@ -206,11 +227,11 @@ def dropped(spec: PairSpec, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_it_is_timed_anew_when_what_it_depends_on_changes(
     spec: PairSpec, judge: Judge, monkeypatch: pytest.MonkeyPatch, change: Callable[..., None]
 ) -> None:
-    assert number_format_of(spec)[0] == torch.bfloat16
+    assert number_format_of(spec)[0].dtype == torch.bfloat16
     judge.says = "float32"
-    assert number_format_of(spec)[0] == torch.bfloat16
+    assert number_format_of(spec)[0].dtype == torch.bfloat16
     change(spec, monkeypatch)
-    assert number_format_of(spec)[0] == torch.float32
+    assert number_format_of(spec)[0].dtype == torch.float32
     assert len(judge.asked) == 2
 
 
@@ -276,3 +297,72 @@ def test_a_pair_whose_formats_were_not_to_be_had_is_not_remembered(
     formats.forget(["target", "draft"])
     judge.says = "bfloat16"
     assert dtypes(load_pair(spec)) == (torch.bfloat16, torch.bfloat16)
+
+
+# Activations of 8 bits.
+
+needs_c = pytest.mark.skipif(not processor.int8_likely(), reason="no C compiler or vectors here")
+
+
+@needs_c
+def test_8_bits_asked_for_are_the_targets_and_are_remembered(spec: PairSpec, judge: Judge) -> None:
+    asked = spec.replace(target_dtype="int8", draft_dtype="int8")
+    pair = load_pair(asked)
+    assert (pair.target.format, pair.draft.format) == ("int8", "float32")
+    assert dtypes(pair) == (torch.float32, torch.float32)
+    decoder = Decoder(pair)
+    assert decoder.models()["target"]["dtype"] == "int8"
+    assert not judge.asked
+    assert ready.remember(asked, pair, decoder.verdicts())
+    again = ready.load(asked)
+    assert again is not None
+    assert (again.target.format, again.draft.format) == ("int8", "float32")
+    # The same model for a draft computes as its target does: every proposal is accepted.
+    own = Decoder(load_pair(spec.replace(draft=spec.target, target_dtype="int8", draft_dtype="int8")))
+    for one in (own.target, own.draft):
+        assert "no activation is rounded" in one.notes[0]
+
+
+@needs_c
+def test_blocks_are_timed_with_8_bits_and_a_draft_is_not(spec: PairSpec, judge: Judge, monkeypatch) -> None:
+    monkeypatch.setattr(processor, "bf16_likely", lambda: False)
+    open_ = []
+
+    def judged(place: Any, config: Any, formats_: Any, **_: Any) -> formats.Verdict:
+        open_.append(formats_)
+        return formats.Verdict("int8", {}, "made up")
+
+    monkeypatch.setattr(slices, "judge", judged)
+    found, verdict = number_format_of(spec, kind="gguf")
+    assert found == INT8
+    assert verdict["dtype"] == "int8"
+    assert open_ == [(NumberFormat(torch.float32), INT8)]
+    assert number_format_of(spec)[0] == NumberFormat(torch.float32)  # a checkpoint has no blocks
+    assert len(open_) == 1
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"device": "cuda"}, "is for CPUs"),
+        ({"whole": False}, "goes with none of --quantization"),
+        ({"level": "portable"}, "needs a C compiler and a processor with AVX2"),
+    ],
+)
+def test_8_bits_that_are_not_to_be_had_are_refused(spec: PairSpec, monkeypatch, change, said) -> None:
+    if "level" in change:
+        monkeypatch.setenv("DSBD_CPU", change["level"])
+    place = Place(parse_source(spec.target, "target"), "target", spec.target)
+    with pytest.raises(UserError, match=said) as error:
+        number_format.pick(
+            "int8",
+            place,
+            None,
+            torch.device(change.get("device", "cpu")),
+            coarse=True,
+            whole=change.get("whole", True),
+            trust=False,
+            tell=lambda *_: None,
+        )
+    assert "choose" in str(error.value)
+    assert "--target-dtype int8" in str(error.value)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from dsbd_cli.loading.hardware import NumberFormat
 from dsbd_cli.loading.model import load_config
 from dsbd_cli.loading.place import Place
 from dsbd_cli.loading.source import parse_source
@@ -18,7 +19,7 @@ from dsbd_cli.prices.slices import Slice, Sliced, judge, measure
 from tests import builders
 from tests.prices.test_measure import Machine, Model
 
-BOTH = (torch.float32, torch.bfloat16)
+BOTH = NumberFormat(torch.float32), NumberFormat(torch.bfloat16)
 
 
 def times(*curves: tuple[float, float]) -> dict[str, dict[int, float]]:
@@ -122,7 +123,7 @@ def test_a_slice_is_the_first_layers_and_as_large_a_part_of_the_head(
     monkeypatch.setattr(slices, "_WEIGHTS", 22_000)  # two layers of 10,000, of four
     cut = sliced(tmp_path, num_hidden_layers=4, tie_word_embeddings=tied, vocab=259)
     assert (cut.vocab_size, cut.share) == (128 + 259 % 16, 0.5)
-    model: Any = cut.model(torch.float32, False).tree.model
+    model: Any = cut.model(BOTH[0], False).tree.model
     whole = builders.rand(tmp_path / "again", num_hidden_layers=4, tie_word_embeddings=tied, vocab=259)
     theirs = dict(whole.named_parameters())
     assert len(model.model.layers) == 2
@@ -135,9 +136,9 @@ def test_made_up_weights_where_none_lie_here(tmp_path: Path) -> None:
     builders.rand(tmp_path)
     config = load_config(place_of(tmp_path), False)
     (tmp_path / "model.safetensors").unlink()
-    for dtype in BOTH:
-        weight = Slice(place_of(tmp_path), config, False).model(dtype, False).tree.model.lm_head.weight
-        assert weight.dtype == dtype
+    for one in BOTH:
+        weight = Slice(place_of(tmp_path), config, False).model(one, False).tree.model.lm_head.weight
+        assert weight.dtype == one.dtype
         assert torch.equal(weight.float(), weight.bfloat16().float())
         assert weight.std() > 0
 
@@ -168,18 +169,18 @@ def test_formats_are_timed_through_the_forwards_that_serve_the_model(
 
 def test_a_real_clock_gives_times_of_each(tmp_path: Path) -> None:
     cut = sliced(tmp_path)
-    found = measure({"float32": cut.model(torch.float32, False)}, budget=0.01)
+    found = measure({"float32": cut.model(BOTH[0], False)}, budget=0.01)
     assert found["float32"].keys() == {1, 16}
     assert all(ms > 0 for ms in found["float32"].values())
 
 
-@pytest.mark.parametrize("computes", BOTH)
+@pytest.mark.parametrize("computes", [torch.float32, torch.bfloat16])
 def test_what_one_forward_serves_alike_is_not_timed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, computes: torch.dtype
 ) -> None:
     """As the float32 forward in C does, whatever a checkpoint is held in, and AMX's for drafts."""
     monkeypatch.setattr(slices, "measure", lambda *_: pytest.fail("timed in vain"))
-    forward = SimpleNamespace(dtype=computes, int8=False, bytes_read=100)
+    forward = SimpleNamespace(dtype=computes, int8=False, int8_activations=False, bytes_read=100)
     monkeypatch.setattr("dsbd_cli.decoding.HfTreeModel.tree_forward", forward)
     builders.rand(tmp_path)
     place = place_of(tmp_path)

@@ -40,6 +40,7 @@ class Forward(Protocol):
     Attributes:
         dtype: of keys, values and the tree attention mask.
         int8: whether it multiplies in int8 (drafts only: it changes the numbers).
+        int8_activations: whether it rounds activations to 8 bits, and no weight.
         reads_length: whether `KVBuffer.length` bounds attention, so that the mask may be wider.
         takes_spans: whether each request's nodes look at its own slots only (`KVBuffer.spans`); else the mask
             must show all slots.
@@ -51,6 +52,7 @@ class Forward(Protocol):
 
     dtype: torch.dtype
     int8: bool
+    int8_activations: bool
     reads_length: bool
     takes_spans: bool
     slot_unit: int
@@ -185,15 +187,22 @@ TABLE = (
 )
 
 
-def candidates(model: Any, *, int8: bool = False, fused: bool = True, skip: int = 0) -> Iterator[Forward]:
+def candidates(
+    model: Any, *, int8: bool = False, int8_activations: bool = False, fused: bool = True, skip: int = 0
+) -> Iterator[Forward]:
     """Forwards that may serve `model`, the quickest first; the model's own comes last.
 
     Args:
         int8: for a draft on a CPU: try those that multiply in int8, or read int8 rows as they are, first.
+        int8_activations: try one that rounds activations to 8 bits first.
         fused: False leaves the model's own alone.
         skip: how many of the first are not made at all: the self-test is known to refuse them.
     """
     fused = fused and why_not_fused(model) is None
+    if int8_activations and fused and why_no_simd(model, False) is None:
+        skip -= 1
+        if skip < 0:
+            yield simd.SimdForward(model, int8_activations=True)
     for narrow in (True, False) if int8 and fused else (False,):
         for backend in TABLE:
             if (narrow and not backend.fused) or (int8 and not narrow and backend.same):

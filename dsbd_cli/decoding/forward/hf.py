@@ -24,6 +24,7 @@ class HfForward:
 
     relative_node_cost = 0.03
     int8 = False
+    int8_activations = False
     reads_length = False
     slot_unit = 1
     takes_spans = False

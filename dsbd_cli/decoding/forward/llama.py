@@ -43,7 +43,7 @@ class LlamaForward:
 
     def __init__(self, model: Any, linear: type, kernels: Any) -> None:
         self.linear, self.kernels = linear, kernels
-        self.int8 = linear is Int8Linear
+        self.int8, self.int8_activations = linear is Int8Linear, False
         self.dtype = torch.float32 if self.int8 else model.dtype
         self.between: Callable[[], None] | None = None
         group = group_of(model)

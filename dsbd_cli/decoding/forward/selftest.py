@@ -95,7 +95,8 @@ def check_tree(tree: Any, model: Any, vocab_size: int) -> str | None:
 def _exact(tree: Any, model: Any) -> bool:
     """Whether this forward has no reason to differ by more than float32 rounds."""
     tf32 = model.device.type == "cuda" and torch.backends.cuda.matmul.allow_tf32
-    return model.dtype in (torch.float32, torch.float64) and not tree._forward.int8 and not tf32
+    rounds = tf32 or tree._forward.int8 or tree._forward.int8_activations
+    return model.dtype in (torch.float32, torch.float64) and not rounds
 
 
 def _plain(model: Any, sequences: list[list[int]], vocab_size: int, device: torch.device) -> Tensor:

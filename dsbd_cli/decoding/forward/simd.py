@@ -3,8 +3,8 @@
 Weights are kept in the narrowest format that holds each of them to the bit: a GGUF file's 4 and 8-bit blocks
 stay blocks, a bfloat16 checkpoint stays bfloat16, a draft's int8 rows stay int8. They are widened to float32
 in registers, so the numbers are those of the de-quantised model in float32 up to the order of sums, and a
-forward of one node reads a quarter to an eighth of its bytes. What a node gives does not depend on the
-nodes beside it.
+forward of one node reads a quarter to an eighth of its bytes. Asked to, it rounds activations to 8 bits where they
+meet 4-bit blocks (`native/int8.c`). What a node gives does not depend on the nodes beside it.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ def library(level: str | None = None) -> Any:
 
 
 def _loaded(level: str | None) -> Any:
-    sources = "kernels.c", "meet.c", "whole.h", "simd.c"
+    sources = "kernels.c", "meet.c", "whole.h", "int8.c", "simd.c"
     # Sums and products are fused where the source says so, and nowhere else: see `fused` there.
     built = native.built(*sources, flags=["-ffp-contract=off"], level=level)
     loaded: Any = ctypes.CDLL(str(built))
     loaded.packed_bytes.restype, loaded.packed_bytes.argtypes = _long, [_long] * 3
     loaded.pack.restype, loaded.pack.argtypes = ctypes.c_int, [_pointer, _long, _long, _long, _pointer]
-    loaded.multiply.restype, loaded.multiply.argtypes = None, [_pointer, _pointer, _long, _pointer]
+    loaded.multiply.restype, loaded.multiply.argtypes = None, [_pointer, _pointer, _long, _long, _pointer]
     return prototyped(loaded)
 
 
@@ -53,20 +53,26 @@ class SimdForward(WholeForward):
     Args:
         model: one that `backends` lets through.
         level: as in `library`.
+        int8_activations: round activations to 8 bits where they meet 4-bit blocks.
+
+    Attributes:
+        int8_activations: whether it does: it was asked to, and there are such blocks.
     """
 
     dtype = torch.float32
     _needs_positions = True
 
-    def __init__(self, model: Any, level: str | None = None) -> None:
+    def __init__(self, model: Any, level: str | None = None, *, int8_activations: bool = False) -> None:
         self.bytes_read, self.level = 0, level or processor.level()
         self.formats: dict[str, int] = {}
-        super().__init__(model, library(level))
+        super().__init__(model, library(level), int8_activations)
+        self.int8 = False  # weights are what they were
         # Widening and reading is what one node costs, multiplying what each costs.
         for piece in self._pieces:
             name = FORMATS[piece.format]
             self.bytes_read += piece.weight.nbytes
             self.formats[name] = self.formats.get(name, 0) + piece.outputs * piece.inputs
+        self.int8_activations = int8_activations and FORMATS[0] in self.formats
         self.relative_node_cost = min(0.5, 0.045 * 4 * sum(self.formats.values()) / self.bytes_read)
 
     def _layout(self) -> str:
@@ -79,7 +85,8 @@ class SimdForward(WholeForward):
     def describe(self) -> str:
         """One line for people; prices are kept by it."""
         most = max(self.formats, key=lambda name: self.formats[name])
-        return f"float32 forward in C ({self.level}), weights in {most}"
+        short = ", activations in 8 bits" if self.int8_activations else ""
+        return f"float32 forward in C ({self.level}), weights in {most}{short}"
 
 
 def pack(
@@ -116,9 +123,11 @@ def _packed(library: Any, weight: Tensor, kind: int) -> Tensor | None:
     return packed if fits else None
 
 
-def product(library: Any, packed: Tensor, kind: int, outputs: int, x: Tensor) -> Tensor:
-    """x [N, inputs] times a packed weight: [N, outputs], on the calling thread."""
+def product(
+    library: Any, packed: Tensor, kind: int, outputs: int, x: Tensor, *, int8: bool = False
+) -> Tensor:
+    """x [N, inputs] times a packed weight: [N, outputs], on the calling thread; int8: activations of 8 bits."""
     linear = Linear(packed.data_ptr(), None, None, x.shape[1], outputs, kind)
     out = torch.empty((len(x), outputs))
-    library.multiply(ctypes.byref(linear), x.data_ptr(), len(x), out.data_ptr())
+    library.multiply(ctypes.byref(linear), x.data_ptr(), len(x), int(int8), out.data_ptr())
     return out

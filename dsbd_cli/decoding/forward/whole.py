@@ -75,6 +75,7 @@ class WholeForward:
 
     dtype: torch.dtype
     relative_node_cost: float
+    int8_activations = False
     reads_length = False
     takes_spans = False
     slot_unit: int = 1

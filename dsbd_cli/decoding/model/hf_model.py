@@ -49,6 +49,7 @@ class HfTreeModel:
         max_positions: context limit; None takes the config's.
         fast: use a fused forward where one serves the model and agrees with it (`forward.backends`).
         int8: with `fast`, on a CPU: multiply in int8 (a draft's proposals may be anything).
+        int8_activations: with `fast`, on a CPU: round activations to 8 bits where they meet 4-bit blocks.
         graphs: capture forwards as CUDA graphs; None: on a CUDA device, if the model can be captured.
         tested: what the self-test said of this model before: it is not run again.
         test: False takes the first forward as it is: for timing alone.
@@ -71,6 +72,7 @@ class HfTreeModel:
         max_positions: int | None = None,
         fast: bool = True,
         int8: bool = False,
+        int8_activations: bool = False,
         graphs: bool | None = None,
         tested: Verdict | None = None,
         test: bool = True,
@@ -110,15 +112,20 @@ class HfTreeModel:
             self._no_graphs(reason)
         self._fused = backends.why_not_fused(module)
         self._served, self._refused = not test, 0
-        self._ways = backends.candidates(module, int8=int8, fused=fast, skip=tested.refused if tested else 0)
+        wanted = {"int8": int8, "int8_activations": int8_activations, "fused": fast}
+        self._ways = backends.candidates(module, **wanted, skip=tested.refused if tested else 0)
         first = next(self._ways, None)
         if tested is not None and first is not None and first.describe() == tested.forward:
             self._served, self._refused = True, tested.refused
             self.notes += tested.notes
         elif tested is not None or first is None:  # not the machine that it was: ask again
-            self._ways = backends.candidates(module, int8=int8, fused=fast)
+            self._ways = backends.candidates(module, **wanted)
             first = next(self._ways)
         self._use(first)
+        if int8_activations and not first.int8_activations:
+            self.notes.append(
+                f"{role}: no activation is rounded to 8 bits: that is for Llama-like models with 4-bit blocks"
+            )
 
     def require_tree(self) -> None:
         """Make sure, once, that the tree mask serves this model.

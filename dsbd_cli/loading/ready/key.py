@@ -57,8 +57,8 @@ def _formats(spec: PairSpec) -> list[Any] | None:
     """What decides which number formats `auto` may be and whether they are timed; None where none is `auto`."""
     if "auto" not in (spec.target_dtype, spec.draft_dtype):
         return None
-    quick = processor.bf16_likely()
-    return [quick, processor.amx_likely(), quick and formats.allowed()]
+    quick, short = processor.bf16_likely(), processor.int8_likely()
+    return [quick, processor.amx_likely(), short, (quick or short) and formats.allowed()]
 
 
 def circumstances() -> dict[str, Any]:

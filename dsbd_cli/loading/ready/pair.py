@@ -89,6 +89,7 @@ def remember(
                 "config": plain_config(loaded.model.config),
                 "numbers": llama.numbers_of(loaded.model),
                 "dtype": str(loaded.dtype).removeprefix("torch."),
+                "int8_activations": loaded.int8_activations,
                 "max_positions": loaded.max_positions,
                 "vocab_rows": loaded.vocab_rows,
                 "window": loaded.window,
@@ -231,7 +232,7 @@ def _model(
     return LoadedModel(
         model=model, name=source.name, device=model.device, dtype=model.dtype,
         max_positions=facts["max_positions"], vocab_rows=facts["vocab_rows"], tree_refusal=None,
-        window=facts["window"], source=source,
+        window=facts["window"], source=source, int8_activations=facts["int8_activations"],
     )  # fmt: skip
 
 

@@ -89,6 +89,7 @@ x = test_simd.noise(13, 96)
 for kind in range(5):
     packed, _ = simd.pack(simd.library(), test_simd.weight_of(kind, 80, 96))
     for count in range(1, 14):
+        simd.product(simd.library(), packed, kind, 80, x[:count].clone(), int8=True)
         simd.product(simd.library(), packed, kind, 80, x[:count].clone())
 test_simd.test_a_bfloat16_model_stays_in_its_format()
 print("whole")

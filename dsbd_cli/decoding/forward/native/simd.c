@@ -44,10 +44,13 @@ typedef uint32_t vu_any __attribute__((vector_size(VL * 4), may_alias, aligned(4
 
 /* Formats of a weight; blocks of `DEEP` inputs of a unit take `BYTES`.
  * Q4: scales f16 [16], offsets f16 [16], nibbles [4 words of 8 inputs, 16]. Q8: scales f16 [16], bytes
- * [8 words of 4 inputs, 16]. BF16: [16] words of 2 inputs. F16, F32: [16]. */
+ * [8 words of 4 inputs, 16]. BF16: [16] words of 2 inputs. F16, F32: [16]. Of a word of nibbles the low ones of
+ * its bytes come first. */
 enum { Q4, Q8, BF16, F16, F32, FORMATS };
 static const long DEEP[FORMATS] = {32, 32, 2, 1, 1};
 static const long BYTES[FORMATS] = {320, 544, 64, 32, 64};
+
+#define NIBBLE(i) ((i) % 4 * 2 + (i) / 4)
 
 static long up(long x, long to) { return (x + to - 1) / to * to; }
 static inline long unit_bytes(long format, long in) { return in / DEEP[format] * BYTES[format]; }
@@ -173,7 +176,7 @@ static int pack_row(const float *w, long in, long format, char *to, long row, in
             if (!nibbles(w + k, (uint16_t *)to + row, (uint16_t *)(to + 32) + row, q)) return 0;
             for (int word = 0; word < 4; word++) {
                 uint32_t bits = 0;
-                for (int i = 0; i < 8; i++) bits |= (uint32_t)q[word * 8 + i] << 4 * i;
+                for (int i = 0; i < 8; i++) bits |= (uint32_t)q[word * 8 + i] << 4 * NIBBLE(i);
                 ((uint32_t *)(to + 64 + word * 64))[row] = bits;
             }
         }
@@ -216,7 +219,7 @@ int pack(const float *w, long rows, long in, long format, char *to) {
 INLINE vf widened(const int format, const char *block, const int v, const int k, vf d, vf m) {
     if (format == Q4) {
         vu word = *(const vu *)(block + 64 + k / 8 * 64 + v * VL * 4);
-        return __builtin_convertvector((vi)(word >> 4 * (k % 8) & 15), vf) * d + m;
+        return __builtin_convertvector((vi)(word >> 4 * NIBBLE(k % 8) & 15), vf) * d + m;
     }
     if (format == Q8) {
         vu word = *(const vu_any *)(block + 32 + k / 4 * 64 + v * VL * 4);
@@ -369,9 +372,17 @@ FEW_FUNCTION(BF16)
 FEW_FUNCTION(F16)
 FEW_FUNCTION(F32)
 
-static void chunk(const linear *w, long from, long to, const float *x, long stride, long count, float *out) {
-    long in = w->in, unit = unit_bytes(w->format, in), units = to - from, wide = units * UNIT;
+#include "int8.c"
+
+/* out [count, 16 (to - from)] = rows `first` and following of x times units `from` to `to`. */
+static void chunk(const linear *w, long from, long to, input a, long first, long count, float *out) {
+    long in = w->in, unit = unit_bytes(w->format, in), units = to - from, wide = units * UNIT, stride = in;
     const char *weight = w->weight + from * unit;
+    if (a.narrow) {
+        narrow_chunk(weight, units, a.narrow + first * (in / NARROW_BLOCK), a.size + first, in, count, out);
+        return;
+    }
+    const float *x = a.x + first * in;
     if (count <= FEW) {
         switch (w->format) {
         case Q4: few_Q4(weight, units, x, stride, in, count, out); break;
@@ -399,19 +410,22 @@ static void chunk(const linear *w, long from, long to, const float *x, long stri
     }
 }
 
-/* y [count, rows] = x [count, in] W^T, for tests and measurements. */
-void multiply(const linear *w, const float *x, long count, float *y) {
+/* y [count, rows] = x [count, in] W^T, for tests and measurements; int8: as a forward of that kind. */
+void multiply(const linear *w, const float *x, long count, long int8, float *y) {
     float out[ROWS * 4 * UNIT];
     long units = up(w->out, UNIT) / UNIT;
+    char *own = int8 ? malloc((size_t)narrow_bytes(count, w->in)) : NULL;
+    input a = input_of(w, x, count, own);
     for (long n = 0; n < count; n += ROWS)
         for (long u = 0; u < units; u += 4) {
             long to = u + 4 < units ? u + 4 : units, rows = n + ROWS < count ? ROWS : count - n;
-            chunk(w, u, to, x + n * w->in, w->in, rows, out);
+            chunk(w, u, to, a, n, rows, out);
             for (long i = 0; i < rows; i++)
                 for (long o = u * UNIT; o < to * UNIT && o < w->out; o++)
                     y[(n + i) * w->out + o] =
                         out[i * (to - u) * UNIT + o - u * UNIT] + (w->bias ? w->bias[o] : 0.0f);
         }
+    free(own);
 }
 
 /* The forward. */
@@ -484,7 +498,7 @@ static void finish(const job *j, const linear *w, long at, int kind, long from, 
 }
 
 /* One product over all rows, piece by piece, whoever has time. */
-static void product(job *j, const linear *w, const float *x, long count, float *out, long stride, int kind, long at,
+static void product(job *j, const linear *w, input a, long count, float *out, long stride, int kind, long at,
                     long step, long piece) {
     float rows[ROWS * 8 * UNIT] __attribute__((aligned(64))); /* a head has up to 128 outputs */
     long units = up(w->out, UNIT) / UNIT;
@@ -497,7 +511,7 @@ static void product(job *j, const linear *w, const float *x, long count, float *
             long now = n + ROWS < count ? ROWS : count - n;
             for (long u = begin; u < end; u += wide) {
                 long to = u + wide < end ? u + wide : end;
-                chunk(w, u, to, x + n * w->in, w->in, now, rows);
+                chunk(w, u, to, a, n, now, rows);
                 finish(j, w, at, kind, u, to, n, now, rows, out, stride);
             }
         }
@@ -611,18 +625,25 @@ static void see(job *j, int32_t *place) {
     }
 }
 
+/* Inputs of the widest product. */
+static long widest(const model *m) {
+    long most = m->hidden > m->inner ? m->hidden : m->inner;
+    return m->heads * m->size > most ? m->heads * m->size : most;
+}
+
 static void work(void *data) {
     job *j = data;
     const model *m = j->m;
     const request *r = j->r;
     long me = j->t->threads > 1 ? j->t->number() : 0, count = r->count, step = 0;
     if (j->t->threads > 1) j->all.workers = j->t->count(); /* the same for all; may be fewer than asked for */
-    float *normed = (float *)(j->own + (size_t)me * j->own_size), *scores = normed + count * m->hidden;
+    char *own = j->own + (size_t)me * j->own_size, *narrowed = m->int8 ? own : NULL;
+    float *normed = (float *)(own + m->int8 * narrow_bytes(count, widest(m))), *scores = normed + count * m->hidden;
     long head = m->size / UNIT;
     for (long at = 0; at < m->layers; at++) {
         const layer *l = m->layer + at;
         rms_f32(j->x, l->before, normed, count, m->hidden, m->eps);
-        product(j, &l->qkv, normed, count, NULL, 0, TURN, at, step++, head);
+        product(j, &l->qkv, input_of(&l->qkv, normed, count, narrowed), count, NULL, 0, TURN, at, step++, head);
         meet(&j->all);
         for (;;) {
             long task = atomic_fetch_add(&j->next[step], 1);
@@ -631,17 +652,17 @@ static void work(void *data) {
         }
         step++;
         meet(&j->all);
-        product(j, &l->out, j->att, count, j->x, m->hidden, ADD, at, step++, 2);
+        product(j, &l->out, input_of(&l->out, j->att, count, narrowed), count, j->x, m->hidden, ADD, at, step++, 2);
         meet(&j->all);
         rms_f32(j->x, l->after, normed, count, m->hidden, m->eps);
-        product(j, &l->gate_up, normed, count, j->act, m->inner, SILU, at, step++, 4);
+        product(j, &l->gate_up, input_of(&l->gate_up, normed, count, narrowed), count, j->act, m->inner, SILU, at, step++, 4);
         meet(&j->all);
-        product(j, &l->down, j->act, count, j->x, m->hidden, ADD, at, step++, 2);
+        product(j, &l->down, input_of(&l->down, j->act, count, narrowed), count, j->x, m->hidden, ADD, at, step++, 2);
         meet(&j->all);
     }
     for (long i = 0; i < r->kept; i++)
         rms_f32(j->x + r->keep[i] * m->hidden, m->norm, normed + i * m->hidden, 1, m->hidden, m->eps);
-    product(j, &m->head, normed, r->kept, r->logits, m->head.out, STORE, 0, step, 16);
+    product(j, &m->head, input_of(&m->head, normed, r->kept, narrowed), r->kept, r->logits, m->head.out, STORE, 0, step, 16);
 }
 
 enum { PARTS = 9 };
@@ -655,7 +676,8 @@ static void sizes_of(const model *m, long count, long used, long capacity, long 
     parts[4] = count * m->inner * 4;
     parts[5] = (count + 1) * (used + 1) * 4;
     parts[6] = count * 4;
-    parts[7] = up(count * m->hidden * 4 + (used + 8) * 4, 4096) * threads;
+    long own = m->int8 * narrow_bytes(count, widest(m)) + count * m->hidden * 4 + (used + 8) * 4;
+    parts[7] = up(own, 4096) * threads;
     parts[8] = capacity * 4;
     for (int i = 0; i < PARTS; i++) parts[i] = up(parts[i], 64);
 }

@@ -1,0 +1,152 @@
+"""Activations of 8 bits times 4-bit blocks: whole numbers in blocks, and what a row gives is its own."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from dsbd_cli.decoding.cache.buffers import KVBuffer
+from dsbd_cli.decoding.forward import simd
+from dsbd_cli.decoding.model.hf_model import HfTreeModel
+from dsbd_cli.decoding.tree.sequences import Node
+from tests.decoding.forward.test_amx import KINDS, far, make, plain, run, tree
+from tests.decoding.forward.test_simd import LEVELS, Q4, Q8, noise, weight_of
+
+pytestmark = pytest.mark.skipif(simd.library() is None, reason="no C compiler here")
+
+
+def rounded(x: Tensor) -> Tensor:
+    """x [N, inputs] as bytes times two scales a block, float64: see `native/int8.c`."""
+    x = x.double().view(len(x), -1, 8, 4)  # [N, blocks, words of 4, inputs]
+    most = x.abs().amax((1, 2, 3), keepdim=True)
+    halves = torch.stack([x[..., :2], x[..., 2:]], 2)  # [N, blocks, half, words, 2]
+    steps = (halves.abs().amax((3, 4), keepdim=True) * 32767 / most[:, :, None]).floor() + 1
+    scale = steps.clamp(max=32767) * most[:, :, None] / (127 * 32767)
+    whole = (halves / scale).round()
+    assert whole.abs().max() <= 127
+    low, high = (whole * scale).unbind(2)
+    return torch.cat([low, high], -1).flatten(1)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_products_are_those_of_rounded_rows_and_a_row_does_not_depend_on_its_neighbours(level):
+    library = simd.library(level)
+    for rows, inputs in ((16, 32), (33, 64), (7, 96), (80, 288)):
+        w = weight_of(Q4, rows, inputs)
+        packed, kind = simd.pack(library, w)
+        x = noise(130, inputs, seed=1) * torch.linspace(0.01, 30, inputs)
+        whole = simd.product(library, packed, kind, rows, x, int8=True)
+        exact = rounded(x) @ w.double().T
+        # (A value halfway between two bytes may go to either: float32 divides, the reference does so in float64.)
+        off = (whole - exact).abs().amax(1) / exact.abs().amax(1)
+        assert off.median() < 1e-6
+        assert off.max() < 0.01
+        assert far(whole, x.double() @ w.double().T) < 0.02
+        for count in range(1, 20):
+            got = simd.product(library, packed, kind, rows, x[-count:].clone(), int8=True)
+            assert torch.equal(got, whole[-count:])
+
+
+def test_levels_agree():
+    w, x = weight_of(Q4, 48, 96), noise(9, 96)
+    found = [
+        simd.product(simd.library(level), *simd.pack(simd.library(level), w), 48, x, int8=True)
+        for level in LEVELS
+    ]
+    assert all(far(one, found[0]) < 1e-6 for one in found)
+
+
+def test_other_formats_are_multiplied_as_they_are():
+    w, x = weight_of(Q8, 20, 64), noise(5, 64)
+    packed, kind = simd.pack(simd.library(), w)
+    assert kind == Q8
+    product = simd.product(simd.library(), packed, kind, 20, x, int8=True)
+    assert torch.equal(product, simd.product(simd.library(), packed, kind, 20, x))
+
+
+def test_rows_without_a_size_and_rows_of_extremes():
+    library, w = simd.library(), weight_of(Q4, 16, 64)
+    packed, kind = simd.pack(library, w)
+    x = noise(6, 64)
+    x[0] = 0
+    x[1, 5], x[2, 9] = float("nan"), float("inf")
+    x[3] *= 1e30
+    x[4, 1:] *= 1e-30  # beside one that is 10^30 as large
+    x[5] *= 1e-30
+    got = simd.product(library, packed, kind, 16, x, int8=True)
+    assert (got[0] == 0).all()
+    assert got[1].isnan().all()
+    assert not got[2].isfinite().any()
+    assert far(got[4], x[4].double() @ w.double().T) < 0.01
+    for row in (3, 5):
+        assert far(got[row], x[row].double() @ w.double().T) < 0.02
+
+
+def quantised(kind: str) -> torch.nn.Module:
+    """A model whose matrices, but for the head, are 4-bit blocks."""
+    model = make(kind, torch.float32)
+    for name, weight in model.named_parameters():
+        if weight.dim() == 2 and "layers" in name and weight.shape[1] % 32 == 0:
+            weight.data = weight_of(Q4, *weight.shape) / 16
+    return model
+
+
+def forward_of(kind: str, level: str | None = None) -> tuple[torch.nn.Module, simd.SimdForward]:
+    model = quantised(kind)
+    return model, simd.SimdForward(model, level, int8_activations=True)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_tree_is_its_paths_up_to_what_rounding_does(kind, level):
+    model, forward = forward_of(kind, level)
+    assert forward.int8_activations
+    assert not forward.int8
+    assert forward.describe().endswith("activations in 8 bits")
+    for count in (1, 33):
+        ids, parents, slots = tree(count, count)
+        got = run(forward, model, KVBuffer(250), ids, parents, slots)
+        exact = plain(model, ids, parents)
+        assert 1e-5 < far(got, exact) < 0.1
+        short = run(simd.SimdForward(model, level), model, KVBuffer(250), ids, parents, slots)
+        assert far(short, exact) < 1e-5
+
+
+def test_a_node_does_not_depend_on_other_nodes_nor_on_its_slots_nor_on_threads():
+    model, forward = forward_of("llama")
+    ids, parents, slots = tree(60, 3)
+    whole = run(forward, model, KVBuffer(256), ids, parents, slots)
+    for count in (1, 2, 5, 20):
+        assert torch.equal(
+            run(forward, model, KVBuffer(256), ids[:count], parents[:count], slots[:count]), whole[:count]
+        )
+    assert torch.equal(
+        run(forward, model, KVBuffer(300), ids, parents, [256 - slot for slot in slots]), whole
+    )
+    before = torch.get_num_threads()
+    for threads in (1, 2, 3):
+        torch.set_num_threads(threads)
+        try:
+            assert torch.equal(run(forward, model, KVBuffer(256), ids, parents, slots), whole)
+        finally:
+            torch.set_num_threads(before)
+
+
+def test_not_a_number_shows_in_its_rows_only():
+    model, forward = forward_of("llama")
+    model.model.embed_tokens.weight.data[7] = float("nan")
+    got = run(forward, model, KVBuffer(64), torch.tensor([5, 7, 9, 11]), [-1, 0, 0, 1], [3, 1, 2, 6])
+    assert got[[1, 3]].isnan().all()
+    assert got[[0, 2]].isfinite().all()
+
+
+def test_the_runner_takes_it_and_says_where_there_is_nothing_to_round():
+    runner = HfTreeModel(quantised("llama"), vocab_size=272, int8_activations=True)
+    runner.prefill(list(range(5, 40)), Node(-1, None))
+    assert runner.tree_forward.int8_activations
+    assert not runner.notes
+    other = HfTreeModel(make("llama", torch.float32), vocab_size=272, int8_activations=True)
+    other.prefill(list(range(5, 40)), Node(-1, None))
+    assert not other.tree_forward.int8_activations
+    assert "no activation is rounded" in other.notes[0]
