@@ -22,6 +22,7 @@ from dsbd_cli.loading.ready import pair as ready
 from dsbd_cli.loading.ready.packed import Piece, Place
 from dsbd_cli.settings import Settings
 from tests import builders
+from tests.decoding.forward import emulated
 
 SETTINGS = Settings(method="dsbd", max_new_tokens=10, seed=3)
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "head_dim": 16}
@@ -229,9 +230,13 @@ def test_what_nobody_reads_is_deleted(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == [".y.packed.part-2", "n.packed", "one.packed"]
 
 
-@pytest.mark.skipif(amx.library() is None, reason="this processor has no matrix tiles")
 @pytest.mark.parametrize("int8", [False, True])
 def test_tiles_come_back_as_they_were(tmp_path: Path, int8: bool) -> None:
+    with emulated.tiles():
+        _tiles_come_back(tmp_path, int8)
+
+
+def _tiles_come_back(tmp_path: Path, int8: bool) -> None:
     import torch
 
     from tests.decoding.forward.test_amx import make

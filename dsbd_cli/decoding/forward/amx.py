@@ -31,12 +31,18 @@ def library() -> Any:
     """The compiled forward, allowed to use the tiles; None where there are none, or no compiler."""
     if not processor.amx_likely():
         return None
-    loaded: Any = native.compiled(
-        lambda: ctypes.CDLL(str(native.built("kernels.c", "meet.c", "whole.h", "tiles.c", flags=_FLAGS)))
-    )
-    if loaded is None or loaded.allow() != 0:
-        return None
-    return prototyped(loaded)
+    found: Any = native.compiled(lambda: loaded(*_FLAGS))
+    return None if found is None or found.allow() != 0 else found
+
+
+def loaded(*flags: str, level: str | None = None) -> Any:
+    """`native/tiles.c`, compiled with these flags for a level of `processor.LEVELS` (None: this processor's).
+
+    Raises:
+        OSError, subprocess.SubprocessError: as `native.built`.
+    """
+    built = native.built("kernels.c", "meet.c", "whole.h", "tiles.c", flags=flags, level=level)
+    return prototyped(ctypes.CDLL(str(built)))
 
 
 class AmxForward(WholeForward):

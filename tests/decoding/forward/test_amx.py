@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Iterator
+
 import numpy as np
 import pytest
 import torch
@@ -11,11 +14,17 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from dsbd_cli.decoding.cache.buffers import KVBuffer, Span
 from dsbd_cli.decoding.forward import amx, llama
 from dsbd_cli.decoding.forward.backends import why_no_amx
-from dsbd_cli.decoding.forward.kernels import PrepackedLinear, c_kernels
+from dsbd_cli.decoding.forward.kernels import DenseLinear, PrepackedLinear, c_kernels, can_pack
 from dsbd_cli.decoding.model.hf_model import HfTreeModel
 from dsbd_cli.decoding.tree.sequences import Node
+from tests.decoding.forward import emulated
 
-pytestmark = pytest.mark.skipif(amx.library() is None, reason="this processor has no matrix tiles")
+
+@pytest.fixture(scope="module", autouse=True)
+def tiles() -> Iterator[None]:
+    with emulated.tiles():
+        yield
+
 
 SIZES = {
     "vocab_size": 272, "hidden_size": 192, "intermediate_size": 320, "num_hidden_layers": 3,
@@ -86,17 +95,19 @@ def far(got: Tensor, wanted: Tensor) -> float:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("count", [1, 5, 16, 17, 33, 48, 49, 100])
-def test_a_tree_is_its_paths(kind, count):
+def test_a_tree_is_its_paths(kind):
     model = make(kind)
     assert why_no_amx(model, False) is None
-    forward, other = amx.AmxForward(model), llama.LlamaForward(model, PrepackedLinear, c_kernels())
-    ids, parents, slots = tree(count, count)
-    got = run(forward, model, KVBuffer(250), ids, parents, slots)
-    usual = run(other, model, KVBuffer(250), ids, parents, slots)
-    exact = plain(model, ids, parents)
-    assert got.dtype == torch.bfloat16
-    assert far(got, exact) < max(0.03, 1.5 * far(usual, exact))
+    linear = PrepackedLinear if can_pack(torch.bfloat16) else DenseLinear
+    forward, other = amx.AmxForward(model), llama.LlamaForward(model, linear, c_kernels())
+    whole = tree(100, 0)
+    exact = plain(copy.deepcopy(model), *whole[:2])
+    for count in (1, 5, 16, 17, 33, 48, 49, 100):
+        nodes = [part[:count] for part in whole]
+        got = run(forward, model, KVBuffer(250), *nodes)
+        usual = run(other, model, KVBuffer(250), *nodes)
+        assert got.dtype == torch.bfloat16
+        assert far(got, exact[:count]) < max(0.03, 1.5 * far(usual, exact[:count])), count
 
 
 def test_a_row_does_not_depend_on_the_other_rows():
