@@ -74,6 +74,15 @@ EMU __m512 emu_set1_ps(float x) {
     EACH(i, 16) a.f[i] = x;
     return a.v;
 }
+EMU __m512i emu_set1_epi16(int x) {
+    emu a;
+    EACH(i, 32) a.h[i] = (uint16_t)x;
+    return a.vi;
+}
+EMU __m512 emu_set_ps(float p, float o, float n, float m, float l, float k, float j, float i, float h, float g, float f,
+                      float e, float d, float c, float b, float a) {
+    return ((emu){.f = {a, b, c, d, e, f, g, h, i, j, k, l, m, n, o, p}}).v;
+}
 EMU __m512i emu_set1_epi32(int x) {
     emu a;
     EACH(i, 16) a.i[i] = x;
@@ -140,11 +149,64 @@ EMU __m256i emu_cvtneps_pbh(__m512 x) {
     return out.v;
 }
 
+EMU __m512 emu_cvtph_ps(__m256i x) {
+    emu_half in = {.v = x};
+    emu a;
+    EACH(i, 16) a.f[i] = _cvtsh_ss(in.h[i]);
+    return a.v;
+}
+EMU __m512i emu_cvtne2ps_pbh(__m512 high, __m512 low) {
+    emu a = emu_of(low), b = emu_of(high), out;
+    EACH(i, 16) out.h[i] = emu_bf16(a.f[i]), out.h[16 + i] = emu_bf16(b.f[i]);
+    return out.vi;
+}
+EMU __m512i emu_cvtepi8_epi32(__m128i x) {
+    emu_quarter in = {.v = x};
+    emu a;
+    EACH(i, 16) a.i[i] = in.b[i];
+    return a.vi;
+}
+
 /* Order of lanes. */
 EMU __m512i emu_slli_epi32(__m512i x, unsigned by) {
     emu a = emu_ofi(x);
     EACH(i, 16) a.u[i] <<= by;
     return a.vi;
+}
+EMU __m512i emu_srli_epi16(__m512i x, unsigned by) {
+    emu a = emu_ofi(x);
+    EACH(i, 32) a.h[i] = (uint16_t)(a.h[i] >> by);
+    return a.vi;
+}
+EMU __m512i emu_ternarylogic_epi32(__m512i x, __m512i y, __m512i z, int table) {
+    emu a = emu_ofi(x), b = emu_ofi(y), c = emu_ofi(z), out = {.u = {0}};
+    EACH(i, 16) EACH(bit, 32) {
+        int at = (a.u[i] >> bit & 1) << 2 | (b.u[i] >> bit & 1) << 1 | (c.u[i] >> bit & 1);
+        out.u[i] |= (uint32_t)(table >> at & 1) << bit;
+    }
+    return out.vi;
+}
+EMU __m512i emu_permutexvar_epi16(__m512i index, __m512i x) {
+    emu a = emu_ofi(x), at = emu_ofi(index), out;
+    EACH(i, 32) out.h[i] = a.h[at.h[i] & 31];
+    return out.vi;
+}
+/* From each 128 bits of both in turn, beginning with word `first`; words of `wide` 32 bits. */
+EMU __m512i emu_unpack(__m512i x, __m512i y, int first, int wide) {
+    emu a = emu_ofi(x), b = emu_ofi(y), out;
+    EACH(i, 16) {
+        int at = i % 4 / wide, from = i / 4 * 4 + first + at / 2 * wide + i % wide;
+        out.u[i] = at % 2 ? b.u[from] : a.u[from];
+    }
+    return out.vi;
+}
+EMU __m512i emu_shuffle_i32x4(__m512i x, __m512i y, int order) {
+    emu a = emu_ofi(x), b = emu_ofi(y), out;
+    EACH(i, 16) {
+        int from = (order >> i / 4 * 2 & 3) * 4 + i % 4;
+        out.u[i] = i < 8 ? a.u[from] : b.u[from];
+    }
+    return out.vi;
 }
 EMU __m512i emu_permutex2var_epi16(__m512i x, __m512i index, __m512i y) {
     emu a = emu_ofi(x), b = emu_ofi(y), at = emu_ofi(index), out;
@@ -170,6 +232,11 @@ EMU void emu_store_aligned(void *to, __m512i x) {
 EMU void emu_i32scatter_epi32(void *to, __m512i index, __m512i x, int scale) {
     emu at = emu_ofi(index), a = emu_ofi(x);
     EACH(i, 16) memcpy((char *)to + (long)at.i[i] * scale, &a.u[i], 4);
+}
+EMU __m512 emu_i32gather_ps(__m512i index, const void *from, int scale) {
+    emu at = emu_ofi(index), a;
+    EACH(i, 16) memcpy(&a.f[i], (const char *)from + (long)at.i[i] * scale, 4);
+    return a.v;
 }
 
 /* Tiles. */
@@ -242,6 +309,8 @@ EMU_FAST void emu_tile_dpbssd(int t, int a, int b) {
 #define _mm512_fnmadd_ps emu_fnmadd_ps
 #define _mm512_fmsub_ps emu_fmsub_ps
 #define _mm512_set1_ps emu_set1_ps
+#define _mm512_set_ps emu_set_ps
+#define _mm512_set1_epi16 emu_set1_epi16
 #define _mm512_set1_epi32 emu_set1_epi32
 #define _mm512_set_epi32 emu_set_epi32
 #undef _mm512_roundscale_ps
@@ -255,6 +324,23 @@ EMU_FAST void emu_tile_dpbssd(int t, int a, int b) {
 #define _mm512_cvtsepi32_epi8 emu_cvtsepi32_epi8
 #define _mm512_cvtepu16_epi32 emu_cvtepu16_epi32
 #define _mm512_cvtneps_pbh emu_cvtneps_pbh
+#define _mm512_cvtne2ps_pbh emu_cvtne2ps_pbh
+#undef _mm512_cvtph_ps
+#define _mm512_cvtph_ps emu_cvtph_ps
+#define _mm512_cvtepi8_epi32 emu_cvtepi8_epi32
+#define _mm512_srli_epi16 emu_srli_epi16
+#undef _mm512_ternarylogic_epi32
+#define _mm512_ternarylogic_epi32 emu_ternarylogic_epi32
+#define _mm512_permutexvar_epi16 emu_permutexvar_epi16
+#define _mm512_unpacklo_epi32(x, y) emu_unpack(x, y, 0, 1)
+#define _mm512_unpackhi_epi32(x, y) emu_unpack(x, y, 2, 1)
+#define _mm512_unpacklo_epi64(x, y) emu_unpack(x, y, 0, 2)
+#define _mm512_unpackhi_epi64(x, y) emu_unpack(x, y, 2, 2)
+#undef _mm512_shuffle_i32x4
+#define _mm512_shuffle_i32x4 emu_shuffle_i32x4
+#undef _mm512_i32gather_ps
+#define _mm512_i32gather_ps emu_i32gather_ps
+#define _mm512_store_si512(to, x) emu_store_aligned(to, x)
 #define _mm512_slli_epi32 emu_slli_epi32
 #define _mm512_permutex2var_epi16 emu_permutex2var_epi16
 #define _mm512_castsi512_ps(x) ((__m512)(x))
