@@ -22,6 +22,7 @@ from dsbd_cli.loading.ready import pair as ready
 from dsbd_cli.loading.ready.packed import Piece, Place
 from dsbd_cli.settings import Settings
 from tests import builders
+from tests.decoding.forward import emulated
 
 SETTINGS = Settings(method="dsbd", max_new_tokens=10, seed=3)
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "head_dim": 16}
@@ -229,20 +230,29 @@ def test_what_nobody_reads_is_deleted(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == [".y.packed.part-2", "n.packed", "one.packed"]
 
 
-@pytest.mark.skipif(amx.library() is None, reason="this processor has no matrix tiles")
 @pytest.mark.parametrize("int8", [False, True])
-def test_tiles_come_back_as_they_were(tmp_path: Path, int8: bool) -> None:
+@pytest.mark.parametrize("of_blocks", [False, True])
+def test_tiles_come_back_as_they_were(tmp_path: Path, int8: bool, of_blocks: bool) -> None:
+    with emulated.tiles():
+        _tiles_come_back(tmp_path, int8, of_blocks)
+
+
+def _tiles_come_back(tmp_path: Path, int8: bool, of_blocks: bool) -> None:
     import torch
 
-    from tests.decoding.forward.test_amx import make
+    from tests.decoding.forward.test_amx import made_of_blocks, make
 
-    model = make("qwen2")
+    model = made_of_blocks("qwen2") if of_blocks else make("qwen2")
     place = Place(tmp_path / "one.packed", {})
     plain = amx.AmxForward(model, int8=int8)
     assert plain.keep(place)
+    for other in (amx.AmxForward(model, int8=not int8), amx.AmxForward(model, blocks=False)):
+        assert packed.read(place, other._layout()) is None  # what was packed in another way
     object.__setattr__(model, "packed", place)
     again = amx.AmxForward(model, int8=int8)
+    assert again.formats == plain.formats
     for one, other in zip(plain._pieces, again._pieces, strict=True):
+        assert one.format == other.format
         assert one.weight.tobytes() == other.weight.tobytes()
         for before, after in ((one.scale, other.scale), (one.bias, other.bias)):
             assert (before is None) == (after is None)

@@ -17,6 +17,7 @@ from dsbd_cli.prices import Curve, slices
 from dsbd_cli.prices.formats import Verdict, quickest
 from dsbd_cli.prices.slices import Slice, Sliced, judge, measure
 from tests import builders
+from tests.decoding.forward import emulated
 from tests.prices.test_measure import Machine, Model
 
 BOTH = NumberFormat(torch.float32), NumberFormat(torch.bfloat16)
@@ -130,6 +131,28 @@ def test_a_slice_is_the_first_layers_and_as_large_a_part_of_the_head(
     for name, weight in model.named_parameters():  # its own weights, not made-up ones
         assert torch.equal(weight, theirs[name][: len(weight)]), name
     assert (model.lm_head.weight is model.model.embed_tokens.weight) is tied
+
+
+def test_a_slice_on_tiles_keeps_its_weights_in_blocks_and_is_pushed_out_by_what_the_rest_reads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(slices, "_WEIGHTS", 1)  # one layer
+    model = builders.rand(
+        tmp_path, hidden_size=64, intermediate_size=96, num_attention_heads=2, head_dim=32, vocab=256
+    )
+    for weight in model.parameters():
+        if weight.dim() == 2:
+            weight.data = (weight.data * 400).round().clamp(-7, 7) / 64  # whole numbers times one scale
+    model.save_pretrained(str(tmp_path))
+    place = place_of(tmp_path)
+    with emulated.tiles():
+        cut = Slice(place, load_config(place, False), False)
+        one = cut.model(torch.bfloat16, False)
+        forward: Any = one.tree.tree_forward
+        assert forward.describe() == "AMX forward, bfloat16, weights in 4-bit blocks"
+        weights = sum(forward.formats.values())
+        assert forward.bytes_read < weights
+        assert one._rest.nbytes == pytest.approx(forward.bytes_read * (1 / cut.share - 1), abs=16)
 
 
 def test_made_up_weights_where_none_lie_here(tmp_path: Path) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Iterator
+
 import numpy as np
 import pytest
 import torch
@@ -11,11 +14,17 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from dsbd_cli.decoding.cache.buffers import KVBuffer, Span
 from dsbd_cli.decoding.forward import amx, llama
 from dsbd_cli.decoding.forward.backends import why_no_amx
-from dsbd_cli.decoding.forward.kernels import PrepackedLinear, c_kernels
+from dsbd_cli.decoding.forward.kernels import DenseLinear, PrepackedLinear, c_kernels, can_pack
 from dsbd_cli.decoding.model.hf_model import HfTreeModel
 from dsbd_cli.decoding.tree.sequences import Node
+from tests.decoding.forward import emulated
 
-pytestmark = pytest.mark.skipif(amx.library() is None, reason="this processor has no matrix tiles")
+
+@pytest.fixture(scope="module", autouse=True)
+def tiles() -> Iterator[None]:
+    with emulated.tiles():
+        yield
+
 
 SIZES = {
     "vocab_size": 272, "hidden_size": 192, "intermediate_size": 320, "num_hidden_layers": 3,
@@ -86,21 +95,24 @@ def far(got: Tensor, wanted: Tensor) -> float:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("count", [1, 5, 16, 17, 33, 48, 49, 100])
-def test_a_tree_is_its_paths(kind, count):
+def test_a_tree_is_its_paths(kind):
     model = make(kind)
     assert why_no_amx(model, False) is None
-    forward, other = amx.AmxForward(model), llama.LlamaForward(model, PrepackedLinear, c_kernels())
-    ids, parents, slots = tree(count, count)
-    got = run(forward, model, KVBuffer(250), ids, parents, slots)
-    usual = run(other, model, KVBuffer(250), ids, parents, slots)
-    exact = plain(model, ids, parents)
-    assert got.dtype == torch.bfloat16
-    assert far(got, exact) < max(0.03, 1.5 * far(usual, exact))
+    linear = PrepackedLinear if can_pack(torch.bfloat16) else DenseLinear
+    forward, other = amx.AmxForward(model), llama.LlamaForward(model, linear, c_kernels())
+    whole = tree(100, 0)
+    exact = plain(copy.deepcopy(model), *whole[:2])
+    for count in (1, 5, 16, 17, 33, 48, 49, 100):
+        nodes = [part[:count] for part in whole]
+        got = run(forward, model, KVBuffer(250), *nodes)
+        usual = run(other, model, KVBuffer(250), *nodes)
+        assert got.dtype == torch.bfloat16
+        assert far(got, exact[:count]) < max(0.03, 1.5 * far(usual, exact[:count])), count
 
 
-def test_a_row_does_not_depend_on_the_other_rows():
-    model = make("llama")
+@pytest.mark.parametrize("of_blocks", [False, True])
+def test_a_row_does_not_depend_on_the_other_rows(of_blocks):
+    model = made_of_blocks() if of_blocks else make("llama")
     forward = amx.AmxForward(model)
     ids, parents, slots = tree(60, 3)
     whole = run(forward, model, KVBuffer(256), ids, parents, slots)
@@ -135,9 +147,139 @@ def test_requests_with_slots_of_their_own_are_as_if_alone(counts):
     assert torch.equal(got, torch.cat(alone))
 
 
+def blocks(kind: int, *shape: int, seed: int = 0) -> Tensor:
+    """Random weights that were in 4-bit (1) or 8-bit (2) blocks of 32, in bfloat16."""
+    w = torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).view(-1, 32) * 0.1
+    low, high = w.amin(-1, keepdim=True), w.amax(-1, keepdim=True)
+    if kind == 1:
+        scale, offset = ((high - low) / 15).half().float(), low.half().float()
+        w = ((w - offset) / scale).round().clamp(0, 15) * scale + offset
+    else:
+        scale = (w.abs().amax(-1, keepdim=True) / 127).half().float()
+        w = (w / scale).round().clamp(-127, 127) * scale
+    return w.view(*shape).bfloat16()
+
+
+def given_back(weight: Tensor) -> tuple[Tensor | None, int]:
+    """A weight packed and unpacked again, and the place of its format."""
+    found = amx.blocks_of(weight)
+    if found is None:
+        return None, 0
+    packed, kind = found
+    rows, inputs = weight.shape
+    units, steps = -(-rows // 32), inputs // 32
+    raw = torch.zeros(len(packed) + 64 + units * steps * 2048 + 64, dtype=torch.uint8)
+    at = -raw.data_ptr() % 64
+    raw[at : at + len(packed)] = packed
+    to = at + -(-len(packed) // 64) * 64
+    amx.library().steps_of(raw.data_ptr() + at, units * steps, kind, raw.data_ptr() + to)
+    out = raw[to : to + units * steps * 2048].clone().view(torch.bfloat16)
+    return out.view(units, steps, 32, 32).transpose(1, 2).reshape(-1, inputs)[:rows], kind
+
+
+def grid(scale: float, offset: float, steps: list[int]) -> Tensor:
+    """One block with these whole numbers first, the others in between."""
+    q = torch.tensor(steps + [steps[i % len(steps)] for i in range(32 - len(steps))]).float()
+    return (torch.tensor(scale).half().float() * q + torch.tensor(offset).half().float()).bfloat16()[None]
+
+
+FOURS = {
+    "Q4_1": grid(0.0123, -0.0911, list(range(16))),
+    "Q4_1 far from zero": grid(0.0123, 0.511, list(range(16))),
+    "Q4_1 of few steps": grid(0.0123, -0.0911, [0, 1, 15]),
+    "Q4_0": grid(0.0123, -8 * 0.01229858, list(range(15))),
+    "Q4_0, most far above": grid(-0.0123, 8 * 0.01229858, [0, 1, 5, 8, 11]),
+    "half precision at its smallest": grid(2.0**-24, -5 * 2.0**-24, list(range(16))),
+    "large": grid(300.0, -4000.0, list(range(16))),
+    "one value": grid(0.0, 0.0913, [0]),
+    "zeros": grid(0.0, 0.0, [0]),
+}
+
+
+@pytest.mark.parametrize("name", FOURS)
+def test_blocks_of_every_shape_are_found_and_give_back_every_weight(name):
+    weight = FOURS[name]
+    back, kind = given_back(weight)
+    assert amx.FORMATS[kind] == "4-bit blocks"
+    assert torch.equal(back, weight)
+
+
+@pytest.mark.parametrize("kind", [1, 2])
+@pytest.mark.parametrize("shape", [(1, 32), (33, 64), (80, 288)])
+def test_weights_from_blocks_are_given_back(kind, shape):
+    weight = blocks(kind, *shape)
+    back, found = given_back(weight)
+    assert found == kind
+    assert torch.equal(back, weight)
+
+
+def test_whatever_no_block_gives_back_stays_as_it_is():
+    for kind in (1, 2):
+        weight = blocks(kind, 48, 96)
+        block = weight[17, 32:64]
+        step = (block.max() - block.min()) / 15 if kind == 1 else block.abs().max() / 127
+        block[block.abs().argmin()] += 0.4 * step
+        assert given_back(weight)[1] == 0
+    for odd in (float("nan"), float("inf")):
+        weight = blocks(1, 48, 96)
+        weight[17, 40] = odd
+        assert given_back(weight)[1] == 0
+    assert given_back(blocks(1, 4, 64)[:, :48])[1] == 0
+    assert given_back(torch.randn(32, 64, generator=torch.Generator().manual_seed(0)))[1] == 0
+
+
+def made_of_blocks(kind: str = "llama"):
+    """A model with matrices in blocks of 4 bits, an 8-bit head, and one matrix that is in neither."""
+    model = make(kind)
+    for i, (name, module) in enumerate(model.named_modules()):
+        if isinstance(module, torch.nn.Linear) and name != "model.layers.1.mlp.down_proj":
+            weight = blocks(2 if name == "lm_head" else 1, *module.weight.shape, seed=i)
+            module.weight.data = weight
+    return model
+
+
+def test_a_model_of_blocks_says_so_and_reads_fewer_bytes():
+    model = made_of_blocks()
+    forward, usual = amx.AmxForward(model), amx.AmxForward(model, blocks=False)
+    assert set(forward.formats) == set(amx.FORMATS)
+    assert forward.describe() == "AMX forward, bfloat16, weights in 4-bit blocks"
+    assert usual.describe() == "AMX forward, bfloat16"
+    assert amx.AmxForward(model, int8=True).describe() == "AMX forward, int8"
+    assert 2.2 < usual.bytes_read / forward.bytes_read < 3.2
+    assert forward.relative_node_cost > 2 * usual.relative_node_cost
+    assert forward._layout() != usual._layout()
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("kind", KINDS)
+def test_blocks_compute_the_bits_of_bfloat16(kind):
+    model = made_of_blocks(kind)
+    forward, usual = amx.AmxForward(model), amx.AmxForward(model, blocks=False)
+    whole = tree(100, 0)
+    for count in (1, 2, 4, 5, 16, 17, 33, 48, 49, 100):
+        nodes = [part[:count] for part in whole]
+        got, wanted = (run(one, model, KVBuffer(250), *nodes) for one in (forward, usual))
+        assert torch.equal(got, wanted), count
+    cache, ids = KVBuffer(72), torch.arange(70) + 5
+    cache.slots, cache.used = torch.arange(1, 71), 71
+    got, wanted = (one(cache, ids, torch.arange(70), None, 3) for one in (forward, usual))
+    assert torch.equal(got, wanted)
+
+
+@pytest.mark.skipif(amx.library() is None, reason="this processor has no matrix tiles")
+def test_emulated_tiles_are_the_processors():
+    """Up to the order of sums within a tile, which no manual promises."""
+    model = made_of_blocks()
+    whole = tree(40, 0)
+    got = run(amx.AmxForward(model), model, KVBuffer(250), *whole)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(amx, "library", emulated.library)
+        assert far(run(amx.AmxForward(model), model, KVBuffer(250), *whole), got.float()) < 0.02
+
+
 @pytest.mark.parametrize("threads", [1, 2, 3])
 def test_the_number_of_threads_changes_nothing(threads):
-    model = make("llama")
+    model = made_of_blocks()
     forward = amx.AmxForward(model)
     ids, parents, slots = tree(37, 4)
     usual = run(forward, model, KVBuffer(128), ids, parents, slots)

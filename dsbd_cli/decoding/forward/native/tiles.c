@@ -1,9 +1,10 @@
 /* A whole forward of a Llama-shaped model in one call, on the matrix tiles (AMX) of x86 processors.
  *
  * A small model's CPU forward is bound by reading its weights, if nothing else takes time: here all
- * layers run in one parallel region, weights lie in the order in which they are read, and attention
- * over the tree's slots uses the tiles too. Products are bfloat16 with float32 sums, or, for drafts,
- * int8 by output row times int8 by token. What a row of x gives does not depend on the other rows.
+ * layers run in one parallel region, weights lie in the order in which they are read (those that came
+ * from blocks as blocks, `blocks.c`), and attention over the tree's slots uses the tiles too. Products are
+ * bfloat16 with float32 sums, or, for drafts, int8 by output row times int8 by token. What a row of x gives
+ * does not depend on the other rows, nor on how its weights are kept.
  * amx.py has the shapes; roundings are those of kernels.c, or fewer.
  */
 #include "kernels.c"
@@ -11,6 +12,7 @@
 #include <immintrin.h>
 
 typedef bf16 real;
+#include "blocks.c"
 #include "meet.c"
 #include "whole.h"
 
@@ -29,8 +31,9 @@ typedef struct {
 
 #define TILE 16
 #define UNIT 32    /* outputs a unit */
-#define STEP 2048  /* bytes of a unit's weights for 64 bytes of a row */
+#define STEP 2048  /* bytes of a unit's weights for 64 bytes of a row, as tiles take them */
 #define AHEAD 8192 /* bytes of weights to fetch before they are needed */
+#define RING 4     /* steps of unpacked blocks that are kept where they are needed once */
 #define QUERIES 64 /* query rows an attention task */
 static long up(long x, long to) { return (x + to - 1) / to * to; }
 
@@ -67,19 +70,34 @@ static inline __m512 wide(const bf16 *x) {
 }
 static inline __m256i narrow(__m512 x) { return (__m256i)_mm512_cvtneps_pbh(x); }
 
-/* A product's input for all rows: as it is, or in int8 with one scale a row. One byte would be too
- * coarse beside a token's largest value, so there are two: 16 rows of high bytes, then what those leave,
- * in 254ths. They are multiplied by the same weights, which are read once. */
+/* A product's input for all rows: as it is; in int8 with one scale a row; or, for weights in blocks, pairs of
+ * inputs of 16 rows side by side. One byte would be too coarse beside a token's largest value, so there are two:
+ * 16 rows of high bytes, then what those leave, in 254ths. They are multiplied by the same weights, which are
+ * read once. */
 typedef struct {
     const char *data;
-    long stride;
-    const float *size; /* NULL for bfloat16 */
+    long stride, step, tile; /* bytes from line to line of a tile, to its next step, to the next 16 rows */
+    const float *size;       /* NULL for bfloat16 */
 } input;
 
 #define FINE 254.0f
 
-static input quantized(const job *j, const bf16 *x, long count, long width, char *to, float *sizes) {
-    if (!j->m->int8) return (input){(const char *)x, width * 2, NULL};
+/* x [count, w->in] as `w` is multiplied with; `to` has room for two bytes a number of whole tiles. */
+static input input_of(const job *j, const linear *w, const bf16 *x, long count, char *to, float *sizes) {
+    long width = w->in, steps = width / DEEP;
+    if (w->format != TILES) {
+        for (long n = 0; n < count; n += TILE) {
+            const uint32_t *rows = (const uint32_t *)(x + n * width);
+            uint32_t *pairs = (uint32_t *)(to + n * width * 2);
+            if (count - n > 4)
+                for (long s = 0; s < steps; s++) transpose(rows + s * TILE, width / 2, pairs + s * TILE * TILE, TILE);
+            else
+                for (long row = 0; row < count - n; row++)
+                    for (long i = 0; i < width / 2; i++) pairs[i * TILE + row] = rows[row * width / 2 + i];
+        }
+        return (input){to, 64, TILE * 64, TILE * width * 2, NULL};
+    }
+    if (!j->m->int8) return (input){(const char *)x, width * 2, 64, TILE * width * 2, NULL};
     for (long n = 0; n < count; n++, x += width) {
         char *high = to + (n / TILE * 2 * TILE + n % TILE) * width, *low = high + TILE * width;
         __m512 most = _mm512_set1_ps(1e-9f);
@@ -95,13 +113,27 @@ static input quantized(const job *j, const bf16 *x, long count, long width, char
             _mm_store_si128((void *)(low + i), _mm512_cvtsepi32_epi8(_mm512_cvtps_epi32(rest)));
         }
     }
-    return (input){to, width, sizes};
+    return (input){to, width, 64, TILE * width, sizes};
 }
 
 enum { STORE, ADD, SILU };
 
-/* One unit times `tall` x 16 rows, into c [rows, UNIT]. Weights come from memory once, so the first rows
- * fetch ahead; sums of three row tiles leave no tile to keep a row tile in, so it is read twice. */
+/* Weights of a step of a unit for the first rows, which read them from memory: those of blocks are unpacked a
+ * step before they are multiplied. */
+static inline __attribute__((always_inline)) const char *first_read(const linear *w, const char *unit, long s,
+                                                                    long steps, char *buffer, long ring) {
+    long bytes = STEP_BYTES[w->format];
+    const char *b = unit + s * bytes;
+    for (long line = 0; line < bytes; line += 64) _mm_prefetch(b + AHEAD + line, _MM_HINT_T0);
+    if (w->format == TILES) return b;
+    if (!s) unpack(w->format, b, buffer);
+    if (s + 1 < steps) unpack(w->format, b + bytes, buffer + ((s + 1) & ring) * STEP);
+    return buffer + (s & ring) * STEP;
+}
+
+/* One unit times `tall` x 16 rows, into c: [rows, UNIT], or [tile of rows, half of UNIT, 16, 16 rows] from blocks.
+ * Weights come from memory once, for the first rows; sums of three row tiles leave no tile to keep a row tile in,
+ * so it is read twice. */
 #define MULTIPLY(DP)                                                                                         \
     _tile_zero(0);                                                                                           \
     _tile_zero(1);                                                                                           \
@@ -110,9 +142,8 @@ enum { STORE, ADD, SILU };
     _tile_zero(4);                                                                                           \
     _tile_zero(5);                                                                                           \
     for (long s = 0; s < steps; s++) {                                                                       \
-        const char *b = unit + s * STEP, *from = x + s * 64;                                                 \
-        if (!n)                                                                                              \
-            for (int line = 0; line < STEP; line += 64) _mm_prefetch(b + AHEAD + line, _MM_HINT_T0);         \
+        const char *from = x + s * a.step;                                                                   \
+        const char *b = n ? again + (s & ring) * STEP : first_read(w, unit, s, steps, buffer, ring);         \
         _tile_loadd(7, b, 64);                                                                               \
         _tile_loadd(6, from, a.stride);                                                                      \
         DP(0, 6, 7);                                                                                         \
@@ -120,47 +151,72 @@ enum { STORE, ADD, SILU };
             _tile_loadd(7, b + STEP / 2, 64);                                                                \
             DP(1, 6, 7);                                                                                     \
         } else if (tall == 2) {                                                                              \
-            _tile_loadd(5, from + TILE * a.stride, a.stride);                                                \
+            _tile_loadd(5, from + a.tile, a.stride);                                                         \
             DP(2, 5, 7);                                                                                     \
             _tile_loadd(7, b + STEP / 2, 64);                                                                \
             DP(1, 6, 7);                                                                                     \
             DP(3, 5, 7);                                                                                     \
         } else {                                                                                             \
-            _tile_loadd(6, from + TILE * a.stride, a.stride);                                                \
+            _tile_loadd(6, from + a.tile, a.stride);                                                         \
             DP(2, 6, 7);                                                                                     \
-            _tile_loadd(6, from + 2 * TILE * a.stride, a.stride);                                            \
+            _tile_loadd(6, from + 2 * a.tile, a.stride);                                                     \
             DP(4, 6, 7);                                                                                     \
             _tile_loadd(7, b + STEP / 2, 64);                                                                \
             DP(5, 6, 7);                                                                                     \
             _tile_loadd(6, from, a.stride);                                                                  \
             DP(1, 6, 7);                                                                                     \
-            _tile_loadd(6, from + TILE * a.stride, a.stride);                                                \
+            _tile_loadd(6, from + a.tile, a.stride);                                                         \
             DP(3, 6, 7);                                                                                     \
         }                                                                                                    \
     }                                                                                                        \
-    _tile_stored(0, c, UNIT * 4);                                                                            \
-    _tile_stored(1, c + TILE, UNIT * 4);                                                                     \
-    _tile_stored(2, c + TILE * UNIT, UNIT * 4);                                                              \
-    _tile_stored(3, c + TILE * UNIT + TILE, UNIT * 4);                                                       \
+    _tile_stored(0, c, line);                                                                                \
+    _tile_stored(1, c + side, line);                                                                         \
+    _tile_stored(2, c + TILE * UNIT, line);                                                                  \
+    _tile_stored(3, c + TILE * UNIT + side, line);                                                           \
     if (tall == 3) {                                                                                         \
-        _tile_stored(4, c + 2 * TILE * UNIT, UNIT * 4);                                                      \
-        _tile_stored(5, c + 2 * TILE * UNIT + TILE, UNIT * 4);                                               \
+        _tile_stored(4, c + 2 * TILE * UNIT, line);                                                          \
+        _tile_stored(5, c + 2 * TILE * UNIT + side, line);                                                   \
     }
+#define OUTPUTS_FIRST(c, x, weight) _tile_dpbf16ps(c, weight, x) /* the same products and sums */
 
-/* Rows x units of one product; `out` [rows, stride] is written, added to, or gets silu(gate) x up. */
-static void product(const job *j, const linear *w, input a, long count, bf16 *out, long stride, int kind, long me) {
+/* Sums [tile of rows, half of UNIT, 16, 16 rows] as [rows, UNIT]. */
+static void turned_back(const float *from, float *to, long rows) {
+    const __m512i lines = _mm512_mullo_epi32(_mm512_set1_epi32(TILE), _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8,
+                                                                                       7, 6, 5, 4, 3, 2, 1, 0));
+    for (long n = 0; n < rows; n += TILE)
+        for (int h = 0; h < 2; h++) {
+            const float *tile = from + n * UNIT + h * TILE * TILE;
+            float *out = to + n * UNIT + h * TILE;
+            if (rows - n > 3) transpose(tile, TILE, out, UNIT);
+            else
+                for (long row = 0; row < rows - n; row++)
+                    _mm512_store_ps(out + row * UNIT, _mm512_i32gather_ps(lines, tile + row, 4));
+        }
+}
+
+/* Rows x units of one product; `out` [rows, stride] is written, added to, or gets silu(gate) x up. `buffer` has
+ * room for a unit as tiles take it. */
+static void product(const job *j, const linear *w, input a, long count, bf16 *out, long stride, int kind, long me,
+                    char *buffer) {
     long steps = w->in * (j->m->int8 ? 1 : 2) / 64, units = up(w->out, UNIT) / UNIT;
     long begin = units * me / j->all.workers, end = units * (me + 1) / j->all.workers;
-    float c[3 * TILE * UNIT] __attribute__((aligned(64)));
+    int blocks = w->format != TILES;
+    long ring = blocks && count <= 3 * TILE ? RING - 1 : -1; /* needed once: what stays near is enough */
+    long side = blocks ? TILE * TILE : TILE, line = blocks ? TILE * 4 : UNIT * 4;
+    float sums[3 * TILE * UNIT] __attribute__((aligned(64))), back[3 * TILE * UNIT] __attribute__((aligned(64)));
     for (long u = begin; u < end; u++) {
-        const char *unit = w->weight + u * steps * STEP;
+        const char *unit = w->weight + u * steps * STEP_BYTES[w->format], *again = blocks ? buffer : unit;
         for (long n = 0, rows; n < count; n += rows) {
             long left = count - n, tall = left <= TILE ? 1 : left > 2 * TILE && left <= 3 * TILE ? 3 : 2;
             rows = tall * TILE;
-            const char *x = a.data + n * a.stride;
-            if (a.size) tall = 2, rows = TILE, x += n * a.stride; /* high and low bytes */
+            const char *x = a.data + n / TILE * a.tile;
+            float *c = sums;
+            if (a.size) tall = 2, rows = TILE, x += n / TILE * a.tile; /* high and low bytes */
             if (j->m->int8) {
                 MULTIPLY(_tile_dpbssd)
+            } else if (blocks) {
+                MULTIPLY(OUTPUTS_FIRST)
+                turned_back(sums, c = back, left < rows ? left : rows);
             } else {
                 MULTIPLY(_tile_dpbf16ps)
             }
@@ -375,13 +431,14 @@ static void work(void *data) {
     if (m->heads * m->size > width) width = m->heads * m->size;
     bf16 *normed = (bf16 *)own;
     char *small = (char *)(normed + rows * m->hidden);
-    float *sizes = (float *)(small + 2 * rows * width * m->int8);
-    char *rest = (char *)(sizes + rows);
+    float *sizes = (float *)(small + 2 * rows * width);
+    char *unit = (char *)(sizes + up(rows, 16)), *rest = unit + width / DEEP * STEP;
     long tasks = up(j->rows, QUERIES) / QUERIES, stride = (m->heads + 2 * m->groups) * m->size;
     for (long at = 0; at < m->layers; at++) {
         const layer *l = m->layer + at;
         rms_bf16(j->x, l->before, normed, count, m->hidden, m->eps);
-        product(j, &l->qkv, quantized(j, normed, count, m->hidden, small, sizes), count, j->qkv, stride, STORE, me);
+        product(j, &l->qkv, input_of(j, &l->qkv, normed, count, small, sizes), count, j->qkv, stride, STORE, me,
+                unit);
         meet(&j->all);
         rotate(j, at, me);
         meet(&j->all);
@@ -390,20 +447,21 @@ static void work(void *data) {
             attend(j, at, task / tasks, first, first + QUERIES < j->rows ? first + QUERIES : j->rows, rest);
         }
         meet(&j->all);
-        product(j, &l->out, quantized(j, j->att, count, m->heads * m->size, small, sizes), count, j->x, m->hidden,
-                ADD, me);
+        product(j, &l->out, input_of(j, &l->out, j->att, count, small, sizes), count, j->x, m->hidden, ADD, me,
+                unit);
         meet(&j->all);
         rms_bf16(j->x, l->after, normed, count, m->hidden, m->eps);
-        product(j, &l->gate_up, quantized(j, normed, count, m->hidden, small, sizes), count, j->act, m->inner, SILU,
-                me);
+        product(j, &l->gate_up, input_of(j, &l->gate_up, normed, count, small, sizes), count, j->act, m->inner,
+                SILU, me, unit);
         meet(&j->all);
-        product(j, &l->down, quantized(j, j->act, count, m->inner, small, sizes), count, j->x, m->hidden, ADD, me);
+        product(j, &l->down, input_of(j, &l->down, j->act, count, small, sizes), count, j->x, m->hidden, ADD, me,
+                unit);
         meet(&j->all);
     }
     for (long i = 0; i < r->kept; i++)
         rms_bf16(j->x + r->keep[i] * m->hidden, m->norm, normed + i * m->hidden, 1, m->hidden, m->eps);
-    product(j, &m->head, quantized(j, normed, r->kept, m->hidden, small, sizes), r->kept, r->logits, m->head.out,
-            STORE, me);
+    product(j, &m->head, input_of(j, &m->head, normed, r->kept, small, sizes), r->kept, r->logits, m->head.out, STORE,
+            me, unit);
     _tile_release();
 }
 
@@ -414,7 +472,7 @@ static void sizes_of(const model *m, long count, long used, long threads, long *
     long rows = up(count, 3 * TILE), padded = up(count * (m->heads / m->groups), QUERIES), seen = up(used, 32);
     long width = m->hidden > m->inner ? m->hidden : m->inner;
     if (m->heads * m->size > width) width = m->heads * m->size;
-    long own = rows * m->hidden * 2 + 2 * rows * width * m->int8 + rows * 4;
+    long own = rows * m->hidden * 2 + 2 * rows * width + up(rows, 16) * 4 + width / DEEP * STEP;
     own += QUERIES * m->size * 2 + seen * QUERIES * 6 + seen * m->size * 2 + TILE * m->size * 2 + 4096;
     parts[0] = rows * m->hidden * 2;
     parts[1] = rows * (m->heads + 2 * m->groups) * m->size * 2;
