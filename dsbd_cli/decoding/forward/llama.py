@@ -265,10 +265,25 @@ class _KernelLayer(_Layer):
         kernels = self.kernels
         qkv = self.qkv(kernels.rms(x, self.before.weight, self.before.eps))
         keys, values = cache.buffers(self.index, self.groups, self.size, self.size, x)
-        query = kernels.rope(qkv, cos, sin, cache.slots, self._weights, keys, values, self.heads, self._eps)
+        query = kernels.rope(
+            qkv,
+            cos,
+            sin,
+            cache.slots,
+            self._weights,
+            keys,
+            values,
+            self.heads,
+            self._eps,
+            **self._order(mask),
+        )
         x = self.out(self._attend(query, keys, values, mask, cache), x)
         both = self.gate_up(kernels.rms(x, self.after.weight, self.after.eps))
         return self.down(kernels.silu(both), x)
+
+    def _order(self, mask: Tensor | None) -> dict[str, bool]:
+        """How `rope` is to leave the queries, where there is a choice."""
+        return {}
 
     def _attend(
         self, query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, cache: KVBuffer
@@ -313,6 +328,9 @@ class NativeLayer(_KernelLayer):
 class TritonLayer(_KernelLayer):
     """CUDA: kernels and tree attention from `triton_kernels`; prompts by torch's flash attention."""
 
+    def _order(self, mask: Tensor | None) -> dict[str, bool]:
+        return {"in_order": mask is None}  # flash attention takes heads of a token side by side as they lie
+
     def _attend(
         self, query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, cache: KVBuffer
     ) -> Tensor:
@@ -320,5 +338,6 @@ class TritonLayer(_KernelLayer):
             return self.kernels.attend(
                 query, keys, values, mask[0, 0], cache.begins, cache.length, self.scaling
             )
-        seen = self._over_prompts(self._by_head(query), keys, values, cache.spans)
+        by_head = query.view(-1, self.heads, self.size).transpose(0, 1)[None]
+        seen = self._over_prompts(by_head, keys, values, cache.spans)
         return seen[0].transpose(0, 1).reshape(-1, self.heads * self.size)

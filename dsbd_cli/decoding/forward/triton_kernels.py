@@ -45,45 +45,55 @@ def _silu(both_ptr, out_ptr, width, BLOCK: tl.constexpr):
 def _rope(
     qkv_ptr, cos_ptr, sin_ptr, slots_ptr, q_weight_ptr, k_weight_ptr, query_ptr, keys_ptr, values_ptr,
     heads, groups, size, capacity, eps,
-    NORMED: tl.constexpr, HALF: tl.constexpr,
+    NORMED: tl.constexpr, IN_ORDER: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr,
 ):  # fmt: skip
+    """HEADS of a node's heads (queries, keys, values in turn): a prompt has too many for a program each."""
     node = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1)
+    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     slot = tl.load(slots_ptr + node)
     half = size // 2
-    at = tl.arange(0, HALF)
-    inside = at < half
-    source = qkv_ptr + (node * (heads + 2 * groups) + head) * size
-    # float32 from here on: a variable may not change its type between the branches below.
-    low = tl.load(source + at, mask=inside, other=0.0).to(tl.float32)
-    high = tl.load(source + half + at, mask=inside, other=0.0).to(tl.float32)
+    at = tl.arange(0, HALF)[None, :]
+    inside = (head < heads + 2 * groups)[:, None] & (at < half)
+    source = qkv_ptr + (node * (heads + 2 * groups) + head[:, None]) * size + at
+    low = tl.load(source, mask=inside, other=0.0).to(tl.float32)
+    high = tl.load(source + half, mask=inside, other=0.0).to(tl.float32)
     kind = query_ptr.dtype.element_ty
+    is_query, is_value = head < heads, head >= heads + groups
+    new_low, new_high = low, high
+    if NORMED:
+        inverse = 1.0 / tl.sqrt((tl.sum(low * low, 1) + tl.sum(high * high, 1)) / size + eps)
+        near = (at < half) & is_query[:, None]
+        far = (at < half) & (head >= heads)[:, None]
+        w_low = tl.load(q_weight_ptr + at, mask=near, other=0.0).to(tl.float32)
+        w_high = tl.load(q_weight_ptr + half + at, mask=near, other=0.0).to(tl.float32)
+        w_low += tl.load(k_weight_ptr + at, mask=far, other=0.0).to(tl.float32)
+        w_high += tl.load(k_weight_ptr + half + at, mask=far, other=0.0).to(tl.float32)
+        new_low = (w_low * (low * inverse[:, None]).to(kind).to(tl.float32)).to(kind).to(tl.float32)
+        new_high = (w_high * (high * inverse[:, None]).to(kind).to(tl.float32)).to(kind).to(tl.float32)
+    turned = at < half
+    c_low = tl.load(cos_ptr + node * size + at, mask=turned, other=0.0).to(tl.float32)
+    c_high = tl.load(cos_ptr + node * size + half + at, mask=turned, other=0.0).to(tl.float32)
+    s_low = tl.load(sin_ptr + node * size + at, mask=turned, other=0.0).to(tl.float32)
+    s_high = tl.load(sin_ptr + node * size + half + at, mask=turned, other=0.0).to(tl.float32)
+    turned_low = (new_low * c_low).to(kind).to(tl.float32) - (new_high * s_low).to(kind).to(tl.float32)
+    turned_high = (new_high * c_high).to(kind).to(tl.float32) + (new_low * s_high).to(kind).to(tl.float32)
+    low = tl.where(is_value[:, None], low, turned_low).to(kind)
+    high = tl.where(is_value[:, None], high, turned_high).to(kind)
     shared = heads // groups
-    if head >= heads + groups:
-        target = values_ptr + ((head - heads - groups) * capacity + slot) * size
-        tl.store(target + at, low.to(kind), mask=inside)
-        tl.store(target + half + at, high.to(kind), mask=inside)
-    else:
-        if NORMED:
-            inverse = 1.0 / tl.sqrt((tl.sum(low * low, 0) + tl.sum(high * high, 0)) / size + eps)
-            weight = q_weight_ptr
-            if head >= heads:
-                weight = k_weight_ptr
-            w_low = tl.load(weight + at, mask=inside, other=0.0).to(tl.float32)
-            w_high = tl.load(weight + half + at, mask=inside, other=0.0).to(tl.float32)
-            low = (w_low * (low * inverse).to(kind).to(tl.float32)).to(kind).to(tl.float32)
-            high = (w_high * (high * inverse).to(kind).to(tl.float32)).to(kind).to(tl.float32)
-        c_low = tl.load(cos_ptr + node * size + at, mask=inside, other=0.0).to(tl.float32)
-        c_high = tl.load(cos_ptr + node * size + half + at, mask=inside, other=0.0).to(tl.float32)
-        s_low = tl.load(sin_ptr + node * size + at, mask=inside, other=0.0).to(tl.float32)
-        s_high = tl.load(sin_ptr + node * size + half + at, mask=inside, other=0.0).to(tl.float32)
-        new_low = (low * c_low).to(kind).to(tl.float32) - (high * s_low).to(kind).to(tl.float32)
-        new_high = (high * c_high).to(kind).to(tl.float32) + (low * s_high).to(kind).to(tl.float32)
-        target = query_ptr + ((node * shared + head % shared) * groups + head // shared) * size
-        if head >= heads:
-            target = keys_ptr + ((head - heads) * capacity + slot) * size
-        tl.store(target + at, new_low.to(kind), mask=inside)
-        tl.store(target + half + at, new_high.to(kind), mask=inside)
+    place = node * heads + head
+    if not IN_ORDER:
+        place = (node * shared + head % shared) * groups + head // shared
+    mine = inside & is_query[:, None]
+    tl.store(query_ptr + place[:, None] * size + at, low, mask=mine)
+    tl.store(query_ptr + place[:, None] * size + half + at, high, mask=mine)
+    mine = inside & ((head >= heads) & (head < heads + groups))[:, None]
+    target = keys_ptr + ((head - heads).to(tl.int64) * capacity + slot)[:, None] * size + at
+    tl.store(target, low, mask=mine)
+    tl.store(target + half, high, mask=mine)
+    mine = inside & is_value[:, None]
+    target = values_ptr + ((head - heads - groups).to(tl.int64) * capacity + slot)[:, None] * size + at
+    tl.store(target, low, mask=mine)
+    tl.store(target + half, high, mask=mine)
 
 
 @triton.jit
@@ -201,17 +211,27 @@ class Kernels:
 
     def rope(
         self, qkv: Tensor, cos: Tensor, sin: Tensor, slots: Tensor, norms: tuple[Tensor, Tensor] | None,
-        keys: Tensor, values: Tensor, heads: int, eps: float,
+        keys: Tensor, values: Tensor, heads: int, eps: float, *, in_order: bool = False,
     ) -> Tensor:  # fmt: skip
-        """Rotate, and write keys and values into the pool; see `native.Kernels.rope`."""
+        """Rotate, and write keys and values into the pool; see `native.Kernels.rope`.
+
+        Args:
+            in_order: leave queries in the model's order, [N x heads, 1, size].
+        """
         count = qkv.shape[0]
         _, groups, capacity, size = keys.shape
-        query = qkv.new_empty((count * heads // groups, groups, size))
+        query = qkv.new_empty(
+            (count * heads, 1, size) if in_order else (count * heads // groups, groups, size)
+        )
+        every = heads + 2 * groups
+        # Few nodes are spread over all of a device; many would be more programs than it starts quickly.
+        each = 1 if count <= 64 else 16
         q_weight, k_weight = norms if norms is not None else (qkv, qkv)
-        _rope[(count, heads + 2 * groups)](
+        _rope[(count, triton.cdiv(every, each))](
             qkv, cos, sin, slots, q_weight, k_weight, query, keys, values,
             heads, groups, size, capacity, eps,
-            NORMED=norms is not None, HALF=triton.next_power_of_2(size // 2), num_warps=1,
+            NORMED=norms is not None, IN_ORDER=in_order, HEADS=each, HALF=triton.next_power_of_2(size // 2),
+            num_warps=1 if each == 1 else 4,
         )  # fmt: skip
         return query
 

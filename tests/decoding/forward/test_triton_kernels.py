@@ -70,6 +70,38 @@ def test_rms_and_silu(dtype):
     assert close(Kernels().silu(both), F.silu(both[:, :1500]) * both[:, 1500:])
 
 
+@pytest.mark.parametrize("count", [3, 70])  # few nodes, a head a program; a prompt, many
+@pytest.mark.parametrize("in_order", [False, True])
+@pytest.mark.parametrize("normed", [False, True])
+def test_heads_are_turned_and_laid_where_attention_looks(count, in_order, normed):
+    heads, groups, size, capacity, dtype = 14, 2, 24, 100, torch.float32  # 18 heads: more than a program's 16
+    shared = heads // groups
+    qkv = noise(count, (heads + 2 * groups) * size, dtype=dtype)
+    cos, sin = noise(count, size, dtype=dtype, seed=1), noise(count, size, dtype=dtype, seed=2)
+    weights = (noise(size, dtype=dtype, seed=3), noise(size, dtype=dtype, seed=4)) if normed else None
+    slots = torch.randperm(capacity, generator=torch.Generator().manual_seed(5))[:count].to(DEVICE)
+    pool = [torch.zeros(1, groups, capacity, size, device=DEVICE) for _ in range(2)]
+    got = Kernels().rope(qkv, cos, sin, slots, weights, *pool, heads, 1e-5, in_order=in_order)
+    rows = qkv.view(count, -1, size)
+    turned, value = rows[:, : heads + groups], rows[:, heads + groups :]
+    if weights is not None:
+        turned = turned * torch.rsqrt(turned.pow(2).mean(-1, keepdim=True) + 1e-5)
+        turned = torch.cat([turned[:, :heads] * weights[0], turned[:, heads:] * weights[1]], 1)
+    low, high = turned.chunk(2, -1)
+    turned = turned * cos[:, None] + torch.cat((-high, low), -1) * sin[:, None]
+    query = turned[:, :heads]
+    if in_order:
+        assert close(got.view(count, heads, size), query)
+    else:
+        by_group = query.view(count, groups, shared, size).transpose(1, 2)
+        assert close(got.view(count, shared, groups, size), by_group)
+    for buffer, wanted in zip(pool, (turned[:, heads:], value), strict=True):
+        assert close(buffer[0][:, slots], wanted.transpose(0, 1))
+        untouched = torch.ones(capacity, dtype=torch.bool)
+        untouched[slots.cpu()] = False
+        assert (buffer[0][:, untouched.to(DEVICE)] == 0).all()
+
+
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3"])
 def test_layers_with_kernels_are_layers_without(tmp_path, kind):
     model = rand(tmp_path, kind, num_key_value_heads=2, head_dim=16, initializer_range=0.3).to(DEVICE)
