@@ -132,7 +132,7 @@ FIRST const char *read_tiles(const char *unit, long s) {
 FIRST const char *read_blocks(const linear *w, const char *unit, long s, long steps, char *buffer, long ring) {
     long bytes = STEP_BYTES[w->format];
     const char *b = unit + s * bytes;
-    if (w->format == FOUR) fetch(b, STEP_BYTES[FOUR]);
+    if (w->format < EIGHT) fetch(b, STEP_BYTES[FOUR]);
     else fetch(b, STEP_BYTES[EIGHT]);
     if (!s) unpack(w->format, b, buffer);
     if (s + 1 < steps) unpack(w->format, b + bytes, buffer + ((s + 1) & ring) * STEP);
