@@ -208,7 +208,7 @@ def test_blocks_of_every_shape_are_found_and_give_back_every_weight(name):
 
 
 @pytest.mark.parametrize("kind", [FOUR, FOUR_HALF, EIGHT, EIGHT_HALF])
-@pytest.mark.parametrize("shape", [(1, 32), (33, 64), (80, 288)])
+@pytest.mark.parametrize("shape", [(1, 32), (33, 64), (80, 288), (8000, 96)])
 def test_weights_from_blocks_are_given_back(kind, shape):
     weight = blocks(kind, *shape)
     back, found = given_back(weight)

@@ -40,7 +40,7 @@ static inline void around(float x, float *low, float *high, int half) {
     up = bits + 0x8000u, down = bits - 0x8000u;
     memcpy(low, x > 0 ? &down : &up, 4);
     memcpy(high, x > 0 ? &up : &down, 4);
-    if (half) *low -= fabsf(x) * 0x1p-11f + 0x1p-25f, *high += fabsf(x) * 0x1p-11f + 0x1p-25f;
+    if (half) *low -= fabsf(x) * 0x1p-10f + 0x1p-25f, *high += fabsf(x) * 0x1p-10f + 0x1p-25f;
 }
 
 /* The halves from `low` to `high`, which have one sign: the first and how many (at most `most`), by size. */
@@ -117,7 +117,7 @@ static int four(const float *w, int half, uint16_t *d, uint16_t *m, uint8_t *q) 
     return 0;
 }
 
-static int eight(const float *w, int half, uint16_t *d, int8_t *q) {
+static inline __attribute__((always_inline)) int eight(const float *w, const int half, uint16_t *d, int8_t *q) {
     float far = 0, low, high;
     for (int i = 0; i < DEEP; i++) far = fabsf(w[i]) > far || w[i] != w[i] ? fabsf(w[i]) : far;
     around(far, &low, &high, half);
@@ -129,6 +129,8 @@ static int eight(const float *w, int half, uint16_t *d, int8_t *q) {
             int wrong = 0;
             for (int i = 0; i < DEEP; i++) {
                 float n = rintf(within(w[i] * inverse, -128, 127));
+                if (half && rounded(scale * n, half) != w[i]) /* two roundings may be half a step */
+                    n = within(n + (rounded(scale * n, half) < w[i] ? 1 : -1), -128, 127);
                 wrong |= rounded(scale * n, half) != w[i];
                 q[i] = (int8_t)n;
             }
@@ -153,7 +155,8 @@ int pack(const bf16 *w, long rows, long in, long format, char *to) {
             uint8_t q[DEEP];
             for (int i = 0; i < DEEP; i++) block[i] = load_bf16(w[row * in + k + i]);
             if (format >= EIGHT) {
-                if (!eight(block, format == EIGHT_HALF, d, (int8_t *)step + 64 + o * DEEP)) return 0;
+                int8_t *bytes = (int8_t *)step + 64 + o * DEEP;
+                if (!(format == EIGHT ? eight(block, 0, d, bytes) : eight(block, 1, d, bytes))) return 0;
                 continue;
             }
             if (!four(block, format == FOUR_HALF, d, d + 32, q)) return 0;
