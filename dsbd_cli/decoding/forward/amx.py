@@ -26,8 +26,8 @@ from dsbd_cli.decoding.forward.whole import WholeForward, padded, prototyped
 from dsbd_cli.loading import processor
 from dsbd_cli.loading.ready.packed import Piece
 
-# In the order of the C source; those after the first in the order in which they are tried.
-FORMATS = ("bfloat16", "4-bit blocks", "8-bit blocks")
+# In the order of the C source, the blocks in the order in which they are tried: rounded at once, or to halves first.
+FORMATS = ("bfloat16", "4-bit blocks", "4-bit blocks", "8-bit blocks", "8-bit blocks")
 _FLAGS = ("-mamx-tile", "-mamx-int8", "-mamx-bf16")
 _PAGE = 1 << 21
 _pointer, _long = ctypes.c_void_p, ctypes.c_long

@@ -118,14 +118,22 @@ static input input_of(const job *j, const linear *w, const bf16 *x, long count, 
 
 enum { STORE, ADD, SILU };
 
-/* Weights of a step of a unit for the first rows, which read them from memory: those of blocks are unpacked a
- * step before they are multiplied. */
-static inline __attribute__((always_inline)) const char *first_read(const linear *w, const char *unit, long s,
-                                                                    long steps, char *buffer, long ring) {
+/* Weights of a step of a unit for the first rows, which read them from memory. */
+#define FIRST static inline __attribute__((always_inline))
+FIRST void fetch(const char *b, const long bytes) {
+#pragma GCC unroll 32
+    for (long line = 0; line < bytes; line += 64) _mm_prefetch(b + AHEAD + line, _MM_HINT_T0);
+}
+FIRST const char *read_tiles(const char *unit, long s) {
+    fetch(unit + s * STEP, STEP);
+    return unit + s * STEP;
+}
+/* They are unpacked a step before they are multiplied. */
+FIRST const char *read_blocks(const linear *w, const char *unit, long s, long steps, char *buffer, long ring) {
     long bytes = STEP_BYTES[w->format];
     const char *b = unit + s * bytes;
-    for (long line = 0; line < bytes; line += 64) _mm_prefetch(b + AHEAD + line, _MM_HINT_T0);
-    if (w->format == TILES) return b;
+    if (w->format < EIGHT) fetch(b, STEP_BYTES[FOUR]);
+    else fetch(b, STEP_BYTES[EIGHT]);
     if (!s) unpack(w->format, b, buffer);
     if (s + 1 < steps) unpack(w->format, b + bytes, buffer + ((s + 1) & ring) * STEP);
     return buffer + (s & ring) * STEP;
@@ -134,7 +142,7 @@ static inline __attribute__((always_inline)) const char *first_read(const linear
 /* One unit times `tall` x 16 rows, into c: [rows, UNIT], or [tile of rows, half of UNIT, 16, 16 rows] from blocks.
  * Weights come from memory once, for the first rows; sums of three row tiles leave no tile to keep a row tile in,
  * so it is read twice. */
-#define MULTIPLY(DP)                                                                                         \
+#define MULTIPLY(DP, FIRST_READ)                                                                             \
     _tile_zero(0);                                                                                           \
     _tile_zero(1);                                                                                           \
     _tile_zero(2);                                                                                           \
@@ -143,7 +151,7 @@ static inline __attribute__((always_inline)) const char *first_read(const linear
     _tile_zero(5);                                                                                           \
     for (long s = 0; s < steps; s++) {                                                                       \
         const char *from = x + s * a.step;                                                                   \
-        const char *b = n ? again + (s & ring) * STEP : first_read(w, unit, s, steps, buffer, ring);         \
+        const char *b = n ? again + s * STEP : FIRST_READ;                                                   \
         _tile_loadd(7, b, 64);                                                                               \
         _tile_loadd(6, from, a.stride);                                                                      \
         DP(0, 6, 7);                                                                                         \
@@ -213,12 +221,12 @@ static void product(const job *j, const linear *w, input a, long count, bf16 *ou
             float *c = sums;
             if (a.size) tall = 2, rows = TILE, x += n / TILE * a.tile; /* high and low bytes */
             if (j->m->int8) {
-                MULTIPLY(_tile_dpbssd)
+                MULTIPLY(_tile_dpbssd, read_tiles(unit, s))
             } else if (blocks) {
-                MULTIPLY(OUTPUTS_FIRST)
+                MULTIPLY(OUTPUTS_FIRST, read_blocks(w, unit, s, steps, buffer, ring))
                 turned_back(sums, c = back, left < rows ? left : rows);
             } else {
-                MULTIPLY(_tile_dpbf16ps)
+                MULTIPLY(_tile_dpbf16ps, read_tiles(unit, s))
             }
             long last = left < rows ? left : rows;
             for (long row = 0; row < last; row++) {

@@ -155,6 +155,13 @@ EMU __m512 emu_cvtph_ps(__m256i x) {
     EACH(i, 16) a.f[i] = _cvtsh_ss(in.h[i]);
     return a.v;
 }
+EMU __m256i emu_cvtps_ph(__m512 x, int rounding) {
+    emu a = emu_of(x);
+    emu_half out;
+    (void)rounding; /* to even */
+    EACH(i, 16) out.h[i] = _cvtss_sh(a.f[i], 0);
+    return out.v;
+}
 EMU __m512i emu_cvtne2ps_pbh(__m512 high, __m512 low) {
     emu a = emu_of(low), b = emu_of(high), out;
     EACH(i, 16) out.h[i] = emu_bf16(a.f[i]), out.h[16 + i] = emu_bf16(b.f[i]);
@@ -325,6 +332,8 @@ EMU_FAST void emu_tile_dpbssd(int t, int a, int b) {
 #define _mm512_cvtepu16_epi32 emu_cvtepu16_epi32
 #define _mm512_cvtneps_pbh emu_cvtneps_pbh
 #define _mm512_cvtne2ps_pbh emu_cvtne2ps_pbh
+#undef _mm512_cvtps_ph
+#define _mm512_cvtps_ph emu_cvtps_ph
 #undef _mm512_cvtph_ps
 #define _mm512_cvtph_ps emu_cvtph_ps
 #define _mm512_cvtepi8_epi32 emu_cvtepi8_epi32
