@@ -116,4 +116,6 @@ def test_the_doctor_shows_them_and_has_them_chosen_anew(
     assert report.code == 0, report.err
     assert [line.rpartition(": ")[2] for line in report.json["formats"]] == ["float32, made up"] * 2
     assert dtypes(dsbd(*command).json) == ["float32", "float32"]
-    assert "float32 or bfloat16, whichever is timed" in dsbd("doctor").text
+    told = dsbd("doctor").text
+    assert "float32 or bfloat16 for weights stored in bfloat16" in told
+    assert "whichever is timed to be quicker" in told

@@ -128,7 +128,7 @@ def test_the_best_token_always_survives(dsbd: Call, rand_pair: list[str], method
         (["--temperatur", "1"], ["--temperatur", "temperature"]),
         (["--device", "tpu"], ["device", "tpu"]),
         (["--device", "cuda:99"], ["cuda:99"]),
-        (["--dtype", "int8"], ["dtype", "int8"]),
+        (["--dtype", "int9"], ["dtype", "int9", "int8"]),
         (["--trace"], ["--trace"]),
         (["more", "words"], ["words"]),
         (["--lines"], ["PROMPT", "--lines"]),

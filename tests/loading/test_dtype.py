@@ -325,7 +325,8 @@ def test_8_bits_asked_for_are_the_targets_and_are_remembered(spec: PairSpec, jud
 
 @needs_c
 def test_blocks_are_timed_with_8_bits_and_a_draft_is_not(spec: PairSpec, judge: Judge, monkeypatch) -> None:
-    monkeypatch.setattr(processor, "bf16_likely", lambda: False)
+    for likely in ("bf16_likely", "amx_likely"):
+        monkeypatch.setattr(processor, likely, lambda: False)
     open_ = []
 
     def judged(place: Any, config: Any, formats_: Any, **_: Any) -> formats.Verdict:

@@ -147,7 +147,7 @@ def test_a_slice_on_tiles_keeps_its_weights_in_blocks_and_is_pushed_out_by_what_
     place = place_of(tmp_path)
     with emulated.tiles():
         cut = Slice(place, load_config(place, False), False)
-        one = cut.model(torch.bfloat16, False)
+        one = cut.model(BOTH[1], False)
         forward: Any = one.tree.tree_forward
         assert forward.describe() == "AMX forward, bfloat16, weights in 4-bit blocks"
         weights = sum(forward.formats.values())

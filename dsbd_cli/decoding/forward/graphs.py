@@ -23,8 +23,9 @@ from dsbd_cli.decoding.forward.capture import Captures, InFlight, OverlapClock, 
 from dsbd_cli.decoding.forward.outcomes import TooLarge
 
 NODE_BUCKETS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64)
-# Prompts are padded to these; longer ones keep a device busy without being captured.
-PROMPT_BUCKETS = (32, 64, 96, 128, 160, 192, 256, 320, 384, 448, 512, 640, 768, 896, 1024)
+# Prompts are padded to these; longer ones keep a device busy without being captured. (By what lengths take on an
+# H200, docs/speed.md: 448 tokens take longer than 512.)
+PROMPT_BUCKETS = (32, 64, 96, 128, 160, 192, 256, 272, 304, 320, 384, 512, 640, 768, 896, 1024)
 PLAN_ROWS = 7  # ids, positions, slots, mask rows, base rows, who sees whom as 64 bits, slots in use
 
 
