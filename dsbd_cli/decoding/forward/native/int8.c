@@ -10,14 +10,13 @@
 #define STEPS 32767 /* of a row's size */
 
 typedef struct {
-    int8_t x[NARROW_BLOCK];  /* in the order of the inputs */
-    int16_t scale[2]; /* of inputs 0 and 1, 2 and 3 of each 4 */
-    float sum;        /* of all x times their scales */
+    int8_t x[NARROW_BLOCK]; /* in the order of the inputs */
+    int16_t scale[2];       /* of inputs 0 and 1, 2 and 3 of each 4 */
+    float sum;              /* of all x times their scales */
 } narrow;
 
 typedef uint8_t vb __attribute__((vector_size(VL * 4), may_alias, aligned(VL * 4)));
 typedef int16_t vs __attribute__((vector_size(VL * 4), may_alias, aligned(VL * 4)));
-
 typedef float f8 __attribute__((vector_size(32), may_alias, aligned(4)));
 typedef int32_t i8 __attribute__((vector_size(32), may_alias, aligned(4)));
 
@@ -50,9 +49,9 @@ static float narrowed(const float *x, long in, narrow *to) {
         wrong |= now != now;
     }
     for (int j = 0; j < 8; j++) most = wrong[j] ? NAN : far[j] > most ? far[j] : most;
-    if (!(most > 0 && most < INFINITY)) {
+    if (!(most > 1e-30f && most < INFINITY)) {
         memset(to, 0, (size_t)(in / NARROW_BLOCK) * sizeof *to);
-        return most * 0; /* what has no size gives a row of products that have none */
+        return most * 0; /* nothing next to nothing; what is no number stays none */
     }
     const float size = most / (127.0f * STEPS), steps = STEPS / most;
     for (long k = 0; k < in; k += NARROW_BLOCK, x += NARROW_BLOCK, to++) {
