@@ -5,7 +5,8 @@
 Checks, on random models: (1) float32: every method says the same tokens with CUDA graphs, Triton
 kernels or neither; (2) a tree forward is a forward path by path; (3) bfloat16: the rows that leave the
 device are the exact best of the rows on it, ties to the lower id, and close to those of the plain
-forward; (4) a long prompt that makes buffers grow is captured anew. Then times, as medians: one forward
+forward; (4) a long prompt that makes buffers grow is captured anew; (5) float32: every method says in a batch what it
+says alone, and the kernels verify what they are there for. Then times, as medians: one forward
 of N nodes over 300 slots in each way of running it, beside the time that reading the weights once takes.
 Exit code 1 if a check fails.
 """
@@ -25,8 +26,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig
+from tokenizers import Tokenizer, models
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
 
+from dsbd_cli.decoder import Decoder
 from dsbd_cli.decoding import (
     Choice,
     Engines,
@@ -42,6 +45,9 @@ from dsbd_cli.decoding import (
 )
 from dsbd_cli.decoding.cache.logits import log_probabilities
 from dsbd_cli.decoding.forward.graphs import node_bucket
+from dsbd_cli.loading.model import LoadedModel
+from dsbd_cli.loading.pair import Pair
+from dsbd_cli.loading.source import Source
 from dsbd_cli.settings import Settings
 
 # hidden, intermediate, layers, heads, key/value heads, vocabulary, tied
@@ -233,6 +239,56 @@ def check_growth(device: str, quick: bool) -> list[str]:
     return wrong
 
 
+def toy_decoder(device: str) -> Decoder:
+    """Two toys that agree about as often as strangers, float32, and a word for every token."""
+    toys = [build("toy", device, torch.float32, 0.08, seed=seed) for seed in (0, 1)]
+    target, draft = (
+        LoadedModel(
+            model, "toy", torch.device(device), torch.float32, 4096, model.config.vocab_size, None, None,
+            Source("toy", "hub"),
+        )
+        for model in toys
+    )  # fmt: skip
+    words = {f"w{token}": token for token in range(target.vocab_rows)}
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel(words, "w0")))
+    return Decoder(Pair(target, draft, tokenizer, (), target.vocab_rows))
+
+
+def check_batches(device: str, quick: bool) -> list[str]:
+    """(5) Three prompts of every method, five at a time: tokens as alone; and who verifies them."""
+    decoder, rng, wrong = toy_decoder(device), random.Random(6), []
+    asked: list[tuple[str, list[int], Settings]] = []
+    for name, options in METHODS.items():
+        base = {} if options.get("deterministic") else {"temperature": 1.0, "top_k": 10, "top_p": 0.9}
+        sizes = {
+            "width": 4,
+            "draft_width": 4,
+            "gamma": 3,
+            "forest": "full",
+            "prices": "off",
+            "max_new_tokens": 24,
+        }
+        for seed in range(3):
+            prompt = [rng.randrange(400) for _ in range(rng.randint(5, 60))]
+            asked.append((name, prompt, Settings(**(base | sizes | options | {"seed": seed}))))
+    alone, engines = [], {}
+    for name, prompt, settings in asked:
+        alone.append(decoder.generate(prompt, settings, energy=False).token_ids)
+        engines[name] = decoder.describe()["engine"]
+    for name, engine in engines.items():
+        print(f"  {name}: {engine}", flush=True)
+        kernels = device != "cpu" and METHODS[name].get("verify") in ("paper", "continue")
+        if kernels and "TritonLaw" not in engine:
+            wrong.append(f"batches: {name}: {engine}")
+    # Once side by side with its like, once among the others.
+    for order in (range(len(asked)), rng.sample(range(len(asked)), len(asked))):
+        results = decoder.generate_many([asked[i][1] for i in order], [asked[i][2] for i in order], batch=5)
+        for i, result in zip(order, results, strict=True):
+            if result.token_ids != alone[i]:
+                wrong.append(f"batches: {asked[i][0]}, prompt {i}: not what it says alone")
+    return wrong + [f"note: batches: {note}" for note in decoder.engines.notes]
+
+
 def check_rows(device: str, quick: bool) -> list[str]:
     """(3) In bfloat16, what leaves the device is the stable sort of the row that is on it."""
     model = build("toy" if quick else "135m", device, torch.bfloat16, 0.05)
@@ -416,6 +472,7 @@ def main() -> int:
         ("tokens", check_tokens),
         ("paths", check_paths),
         ("rows", check_rows),
+        ("batches", check_batches),
     ):
         print(f"check {title}", flush=True)
         begin = time.perf_counter()

@@ -34,7 +34,8 @@ from dsbd_cli.decoding.tree.sequences import Trie
 # Captured iterations to keep, one for each way of decoding: a sweep goes through many in turns.
 _MOST_ITERATIONS = 32
 
-# Some hundred small kernels a layer: on an H200 10 ms a call where the host's way took less (docs/speed.md).
+# Some hundred small kernels a layer: on an H200 10 ms a call where the host's way took less (docs/speed.md). Where
+# Triton's law does not take a layout, or is not there, the host has it.
 _ACCEPTS_SLOWLY = "several drafted draws a layer are accepted quicker by the host than by tensor operations"
 
 _Iteration = TypeVar("_Iteration", CoverIteration, DraftIteration)

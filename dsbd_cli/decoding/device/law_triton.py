@@ -2,8 +2,9 @@
 
 What `law_torch` does in tensor operations, which are a thousand small kernels an iteration: as long as
 half of a 7B target's forward. float64 where that has it. One program does a whole layer (verification:
-all layers) of a request, for it has a few dozen entries; every request has a program of its own. One
-module, since kernels and what launches them agree on every argument.
+all layers) of a request, for it has a few dozen entries; every request has a program of its own. How the
+draft's draws are tested stands in `acceptance_triton`. One module, since kernels and what launches them agree
+on every argument.
 """
 
 from __future__ import annotations
@@ -14,12 +15,21 @@ import triton.language as tl
 from torch import Tensor
 
 from dsbd_cli.decoding.cache.buffers import TreeMasks
+from dsbd_cli.decoding.device.acceptance_triton import (
+    accept_distinct_draws,
+    accept_draws,
+    draws_accepted,
+    picked,
+    picked_apart,
+)
 from dsbd_cli.decoding.device.layout import CoverLayout, DraftLayout
 from dsbd_cli.decoding.model.protocol import Side
 
 # Logits a program looks at, the most entries of a row that it looks for, and the most of all parents.
 _PART = 1024
 _MOST_ENTRIES, _MOST_JOINT = 64, 1024
+# The most draws of a layer that a program tests one after the other.
+_MOST_TESTED = 32
 
 
 @triton.jit
@@ -165,18 +175,6 @@ def _processed(weight, temperature, top_p, GREEDY: tl.constexpr, SIZE: tl.conste
     return prob
 
 
-@triton.jit
-def _picked(key, weights, u):
-    """Keys of iid draws of unnormalised weights, one a uniform; -1 where there is nothing."""
-    far: tl.constexpr = 9223372036854775807
-    some = weights > 0
-    reached = tl.sum(tl.where(key[None, :] <= key[:, None], weights[None, :], 0.0), 1)
-    total = tl.max(tl.where(some, reached, 0.0), 0)
-    beyond = some[None, :] & (reached[None, :] > (u * total)[:, None])
-    pick = tl.min(tl.where(beyond, key[None, :], far), 1)
-    return tl.where(pick == far, tl.max(tl.where(some, key, -1), 0), pick)
-
-
 @triton.jit(do_not_specialize=["eos_count", "parent_count", "score_stride", "outcome_stride", "depth"])
 def _draft(
     rows_ptr, score_ptr, score_stride, eos_ptr, eos_count, outcome_ptr, outcome_stride, parent_count, depth,
@@ -228,8 +226,9 @@ def _draw(
     SUPPORT_TOKEN: tl.constexpr, LOGP: tl.constexpr, PROB: tl.constexpr, DRAWS: tl.constexpr,
     FINITE: tl.constexpr, FINITE_WIDTH: tl.constexpr, GREEDY: tl.constexpr,
     COUNT: tl.constexpr, WIDE: tl.constexpr, PARENTS: tl.constexpr, SIZE: tl.constexpr, DRAWN: tl.constexpr,
+    DISTINCT: tl.constexpr,
 ):  # fmt: skip
-    """`law_torch.draft_layer` of one request: iid draws, and all that they were drawn from in canonical order."""
+    """`law_torch.draft_layer` of one request: draws, and all that they were drawn from in canonical order."""
     request = tl.program_id(0).to(tl.int64)
     sent, out = request_ptr + request * request_stride, outcome_ptr + request * outcome_stride
     i = tl.arange(0, PARENTS)
@@ -242,12 +241,19 @@ def _draw(
     top_p = tl.load(sent + R_TOP_P).to(tl.float64, bitcast=True)
     prob = _processed(weight, temperature, tl.where(top_p >= 1.0, 2.0, top_p), GREEDY, SIZE)
     e, d = tl.arange(0, SIZE), tl.arange(0, DRAWN)
-    far: tl.constexpr = 9223372036854775807
-    key = tl.where(e < TAKEN, (parent << 32) | token, far)
-    place = tl.sum((key[None, :] < key[:, None]).to(tl.int64), 1)
+    key, some = (parent << 32) | token, prob > 0
+    # Canonical order; behind it what has no mass, of which an entry may be there twice.
+    earlier = tl.where(some[:, None], some[None, :] & (key[None, :] < key[:, None]), e[None, :] < e[:, None])
+    earlier = earlier | (some[None, :] & ~some[:, None])
+    place = tl.sum(earlier.to(tl.int64), 1)
     u = tl.load(sent + R_UNIFORMS + depth * WIDTH + d, mask=d < WIDTH, other=0).to(tl.float64, bitcast=True)
-    pick = _picked(key, prob, u)
-    mine = (prob > 0)[None, :] & (key[None, :] == pick[:, None])
+    if DISTINCT:
+        pick = picked_apart(key, prob, prob, tl.full([DRAWN], -1, tl.int64), 0, u, WIDTH, DRAWN)
+        absent = pick < 0
+    else:
+        pick = picked(key, prob, u)
+        absent = d < 0
+    mine = some[None, :] & (key[None, :] == pick[:, None])
     new = tl.sum(tl.where(mine, token[None, :], 0), 1)
     after = tl.sum(tl.where(mine, weight[None, :], 0.0), 1)
     same = (pick[None, :] == pick[:, None]) & (d[None, :] < d[:, None])
@@ -257,7 +263,7 @@ def _draw(
     tl.store(to + PARENT, tl.sum(tl.where(mine, parent[None, :], 0), 1), mask=own)
     tl.store(to + TOKEN, new, mask=own)
     tl.store(to + WEIGHT, after.to(tl.int64, bitcast=True), mask=own)
-    tl.store(to + DRAWS, tl.sum(tl.where(mine, place[None, :], 0), 1), mask=own)
+    tl.store(to + DRAWS, tl.where(absent, -1, tl.sum(tl.where(mine, place[None, :], 0), 1)), mask=own)
     to, own = out + depth * SUPPORT + place, e < TAKEN
     tl.store(to + SUPPORT_PARENT, parent, mask=own)
     tl.store(to + SUPPORT_TOKEN, token, mask=own)
@@ -379,8 +385,9 @@ def _verify(
     F_PARENT: tl.constexpr, F_TOKEN: tl.constexpr, F_WEIGHT: tl.constexpr,
     V_PARENT: tl.constexpr, V_TOKEN: tl.constexpr, V_LOGP: tl.constexpr, V_FINITE: tl.constexpr,
     V_VERDICTS: tl.constexpr, V_LAYERS: tl.constexpr,
-    F_SUPPORT_TOKEN: tl.constexpr, F_PROB: tl.constexpr, F_DRAWS: tl.constexpr,
-    KEPT: tl.constexpr, DRAWN: tl.constexpr, ENTRIES: tl.constexpr, GREEDY: tl.constexpr, DISTINCT: tl.constexpr,
+    F_SUPPORT_PARENT: tl.constexpr, F_SUPPORT_TOKEN: tl.constexpr, F_PROB: tl.constexpr, F_DRAWS: tl.constexpr,
+    KEPT: tl.constexpr, DRAWN: tl.constexpr, ENTRIES: tl.constexpr, CONTINUES: tl.constexpr,
+    GREEDY: tl.constexpr, DISTINCT: tl.constexpr,
     COUNT: tl.constexpr, WIDE: tl.constexpr,
     BEAMS: tl.constexpr, SIZE: tl.constexpr, FOREST: tl.constexpr,
 ):  # fmt: skip
@@ -428,6 +435,7 @@ def _verify(
         f_weight = tl.load(out + F_WEIGHT + f_at, mask=there, other=0).to(tl.float64, bitcast=True)
         f_alive = there & (f_weight > -float("inf"))
         ends = _is_end(token, eos_ptr, eos_count)
+        further = begin == begin
         to = out + depth * BEAM_COUNT + d
         if KEPT > 0:
             # Beam search: the best candidates that do not end are the next beams.
@@ -448,60 +456,68 @@ def _verify(
             before = tl.sum(tl.where(e[None, :] < e[:, None], prob[None, :], 0.0), 1)
             # Continuations whose mass the layer's width asks for: what is before them has not reached it.
             wide = tl.maximum(tl.sum(((before < mass) & (prob > 0)).to(tl.int64), 0), min_width)
-            if slack >= 0:
-                # Or: the most draws that stay in the forest, or end, with the probability asked for.
-                node = tl.sum(tl.where(parent[:, None] == d[None, :], at[None, :], 0), 1)
-                inside = f_alive[None, :] & (f_parent[None, :] == node[:, None])
-                inside = inside & (f_token[None, :] == token[:, None])
-                stays = tl.sum(tl.where(ends | (tl.sum(inside.to(tl.int32), 1) > 0), prob, 0.0), 0)
-                power, reach = stays, min_width * 0
-                for _ in range(BEAM_COUNT):
-                    reach += (1 - power <= slack).to(tl.int64)
-                    power = power * stays
-                beside = (depth < GAMMA) & (position + depth + 1 < last) & (more == 0)
-                wide = tl.where(beside, tl.maximum(reach, min_width), BEAM_COUNT)
+            wide = tl.minimum(wide, BEAM_COUNT)
             # Canonical order: parent, then token.
             key = (parent << 32) | token
             some = prob > 0
+            beside = (depth < GAMMA) & (position + depth + 1 < last)
             layer = tl.minimum(tl.maximum(begin + depth, 0), WINDOW - 1)
-            numbers: tl.constexpr = 2 if DRAWN > 0 else BEAM_COUNT
-            u = tl.load(sent + R_UNIFORMS + layer * numbers + d, mask=real, other=0).to(
-                tl.float64, bitcast=True
-            )
-            far: tl.constexpr = 9223372036854775807
+            numbers: tl.constexpr = BEAM_COUNT + (DRAFT_WIDTH if DRAWN > 0 else 0)
+            uniforms = sent + R_UNIFORMS + layer * numbers
             if DRAWN > 0:
-                # The draft's draw if it is accepted, else one of the residual.
-                tested = (depth < GAMMA) & (position + depth + 1 < last)
+                # The draft's draws as far as they are accepted as draws of p, then those filled up.
+                node = tl.sum(tl.where(parent[:, None] == d[None, :], at[None, :], 0), 1)
                 m = tl.arange(0, ENTRIES)
                 m_at, m_there = depth * DRAWN + m, (m < DRAWN) & (depth < GAMMA)
+                q_node = tl.load(out + F_SUPPORT_PARENT + m_at, mask=m_there, other=-1) + start
                 q_token = tl.load(out + F_SUPPORT_TOKEN + m_at, mask=m_there, other=-1)
                 q = tl.load(out + F_PROB + m_at, mask=m_there, other=0).to(tl.float64, bitcast=True)
-                chosen = m == tl.load(out + F_DRAWS + tl.minimum(depth, GAMMA - 1))
-                x = tl.sum(tl.where(chosen, q_token, 0), 0)
-                chance = tl.sum(tl.where(some & (token == x), prob, 0.0), 0)
-                asked = tl.load(sent + R_UNIFORMS + layer * numbers).to(tl.float64, bitcast=True)
-                accepted = tested & (chance > 0) & (asked * tl.sum(tl.where(chosen, q, 0.0), 0) < chance)
-                shared = tl.sum(tl.where(token[:, None] == q_token[None, :], q[None, :], 0.0), 1)
-                rest = tl.maximum(prob - shared, 0.0)
-                rest = tl.where(tested & (tl.sum(rest, 0) > 0), rest, prob)
-                u = tl.load(sent + R_UNIFORMS + layer * numbers + 1 + d, mask=real, other=0).to(
-                    tl.float64, bitcast=True
-                )
-                pick = tl.where(accepted, x, _picked(key, rest, u))
-                tl.store(out + V_VERDICTS + depth, tl.where(tested, accepted.to(tl.int64), -1))
-            elif DISTINCT:
-                pick = tl.full([BEAMS], -1, tl.int64)
-                left = prob
-                for i in range(BEAM_COUNT):
-                    reached = tl.sum(tl.where(key[None, :] <= key[:, None], left[None, :], 0.0), 1)
-                    total = tl.max(tl.where(left > 0, reached, 0.0), 0)
-                    beyond = (left > 0) & (reached > tl.sum(tl.where(d == i, u, 0.0), 0) * total)
-                    one = tl.min(tl.where(beyond, key, far), 0)
-                    one = tl.where(one == far, tl.max(tl.where(left > 0, key, -1), 0), one)
-                    pick = tl.where(d == i, one, pick)  # -1 where nothing is left
-                    left = tl.where(key == one, 0.0, left)
+                draws = tl.load(out + F_DRAWS + f_at, mask=there, other=-1)
+                both = (node[:, None] == q_node[None, :]) & (token[:, None] == q_token[None, :])
+                shared = tl.sum(tl.where(both & some[:, None], q[None, :], 0.0), 1)
+                mine = there[:, None] & some[None, :] & (f_parent[:, None] == node[None, :])
+                mine = mine & (f_token[:, None] == token[None, :])
+                places = tl.max(tl.where(mine, key[None, :], -1), 1)
+                asked = tl.load(uniforms + f, mask=f < DRAFT_WIDTH, other=0).to(tl.float64, bitcast=True)
+                # Numbers to draw with stand behind those of the tests, of which there is one a drafted draw.
+                tests = tl.where(beside, tl.sum((draws >= 0).to(tl.int32), 0), DRAFT_WIDTH)
+                u = tl.load(uniforms + tests + d, mask=real, other=0).to(tl.float64, bitcast=True)
+                looks = tl.where(beside & going, DRAFT_WIDTH, 0)
+                if DISTINCT:
+                    wide = tl.minimum(wide, tl.sum(some.to(tl.int64), 0))
+                    pick, verdicts, whole = accept_distinct_draws(
+                        key, prob, shared, places, q, draws, wide, beside, looks, asked, u,
+                        BEAM_COUNT, BEAMS, FOREST, ENTRIES,
+                    )  # fmt: skip
+                else:
+                    if slack >= 0:
+                        # Or: the most draws that are accepted with the probability asked for.
+                        reach = draws_accepted(prob, shared, slack, DRAFT_WIDTH, BEAM_COUNT, FOREST)
+                        wide = tl.where(beside, tl.maximum(reach, min_width), BEAM_COUNT)
+                    shares = tl.sum(tl.where(draws[:, None] == m[None, :], q[None, :], 0.0), 1)
+                    pick, verdicts, whole = accept_draws(
+                        key, prob, shared, places, shares, wide, beside, looks, asked, u, BEAMS, FOREST
+                    )
+                tl.store(out + V_VERDICTS + depth * DRAFT_WIDTH + f, verdicts, mask=f < DRAFT_WIDTH)
+                further = whole | ~beside | CONTINUES
             else:
-                pick = _picked(key, prob, u)
+                if slack >= 0:
+                    # Or: the most draws that stay in the forest, or end, with the probability asked for.
+                    node = tl.sum(tl.where(parent[:, None] == d[None, :], at[None, :], 0), 1)
+                    inside = f_alive[None, :] & (f_parent[None, :] == node[:, None])
+                    inside = inside & (f_token[None, :] == token[:, None])
+                    stays = tl.sum(tl.where(ends | (tl.sum(inside.to(tl.int32), 1) > 0), prob, 0.0), 0)
+                    power, reach = stays, min_width * 0
+                    for _ in range(BEAM_COUNT):
+                        reach += (1 - power <= slack).to(tl.int64)
+                        power = power * stays
+                    wide = tl.where(beside & (more == 0), tl.maximum(reach, min_width), BEAM_COUNT)
+                u = tl.load(uniforms + d, mask=real, other=0).to(tl.float64, bitcast=True)
+                if DISTINCT:
+                    nothing = tl.full([BEAMS], -1, tl.int64)
+                    pick = picked_apart(key, prob, prob, nothing, 0, u, BEAM_COUNT, BEAMS)
+                else:
+                    pick = picked(key, prob, u)
             absent = (pick < 0) | (d >= wide)
             mine = some[None, :] & (key[None, :] == pick[:, None])
             new = tl.sum(tl.where(mine, token[None, :], 0), 1)
@@ -533,8 +549,9 @@ def _verify(
         unknown = tl.sum((live & ~held).to(tl.int32), 0)
         best = tl.min(tl.where(after == tl.max(after, 0), d, BEAMS), 0)
         kept = tl.sum((live & held & (d == best)).to(tl.int32), 0) > 0
-        again = one_beam & going & (more == 0) & (unknown > 0) & kept
-        going = (going & (more == 0) & (unknown == 0) & (tl.sum(live.to(tl.int32), 0) > 0)) | again
+        again = one_beam & going & (more == 0) & (unknown > 0) & kept & (DRAWN == 0)
+        passed = further & (unknown == 0) & (tl.sum(live.to(tl.int32), 0) > 0)
+        going = (going & (more == 0) & passed) | again
         at, score = place, tl.where(again & (d != best), -float("inf"), after)
         more = again
     if one_beam:
@@ -568,12 +585,17 @@ def _verify(
         tl.store(after_ptr + S_MISSING, (count > GAMMA).to(tl.int64))
 
 
+def _warps(*sizes: int) -> int:
+    """Where draws are tested: the registers of one warp hold tables of 32 x 32 entries, and not 64 x 64."""
+    return 1 if max(sizes) <= 32 else 4
+
+
 class TritonLaw:
     """See `device.law.DeviceLaw`."""
 
     def takes(self, layout: CoverLayout, target_top_n: int, draft_top_n: int) -> bool:
         width, draft_width = layout.width, layout.draft_width
-        if layout.drawn and max(width, draft_width) > 1:  # speculative sampling's one draw only
+        if layout.drawn > _MOST_ENTRIES or (layout.drawn and draft_width > _MOST_TESTED):
             return False
         joint = max(width * target_top_n, max(width, draft_width) * draft_top_n)
         return max(target_top_n, draft_top_n, draft_width, width) <= _MOST_ENTRIES and joint <= _MOST_JOINT
@@ -614,19 +636,19 @@ class TritonLaw:
         self, best: Tensor, scores: Tensor, depth: int, layout: CoverLayout | DraftLayout, request: Tensor,
         outcome: Tensor, eos: Tensor, greedy: bool, support: int, distinct: bool = False,
     ) -> None:  # fmt: skip
-        assert not distinct or layout.draft_width == 1  # one draw is distinct, whatever is said
         requests, parents = scores.shape
         count, fields, sent = best.shape[1] // 2, layout.forest, layout.request
         taken = min(1 if greedy else support, parents * count)
         names = {name.upper(): getattr(fields, name).start for name in fields._fields}
+        size = max(2, triton.next_power_of_2(taken))
         _draw[(requests,)](
             best, scores, scores.stride(0), eos, len(eos), request, request.stride(0), outcome, outcome.stride(0),
             parents, depth,
             R_TEMPERATURE=sent.temperature.start, R_TOP_P=sent.top_p.start, R_UNIFORMS=sent.draft_uniforms.start,
             WIDTH=layout.draft_width, SUPPORT=fields.prob.shape[1], TAKEN=taken, **names,
             FINITE_WIDTH=fields.finite.shape[1], GREEDY=greedy, COUNT=count, WIDE=triton.next_power_of_2(count),
-            PARENTS=triton.next_power_of_2(parents), SIZE=max(2, triton.next_power_of_2(taken)),
-            DRAWN=triton.next_power_of_2(layout.draft_width), num_warps=1,
+            PARENTS=triton.next_power_of_2(parents), SIZE=size,
+            DRAWN=triton.next_power_of_2(layout.draft_width), DISTINCT=distinct, num_warps=_warps(size),
         )  # fmt: skip
 
     def recall(
@@ -678,6 +700,7 @@ class TritonLaw:
     ) -> None:  # fmt: skip
         count = best.shape[1] // 2
         size = layout.kept or min(1 if greedy else support, layout.width * count)
+        places, entries = max(2, triton.next_power_of_2(size)), triton.next_power_of_2(max(1, layout.drawn))
         sent = layout.request
         names: dict[str, int] = {}
         for letter, fields in (("S", layout.state), ("V", layout.verified)):
@@ -694,10 +717,12 @@ class TritonLaw:
             R_ONE_BEAM=sent.one_beam.start, R_UNIFORMS=sent.uniforms.start,
             F_PARENT=layout.forest.parent.start, F_TOKEN=layout.forest.token.start,
             F_WEIGHT=layout.forest.weight.start, **names,
-            F_SUPPORT_TOKEN=layout.forest.support_token.start, F_PROB=layout.forest.prob.start,
-            F_DRAWS=layout.forest.draws.start, KEPT=layout.kept, DRAWN=layout.drawn,
-            ENTRIES=triton.next_power_of_2(max(1, layout.drawn)), GREEDY=greedy, DISTINCT=distinct,
+            F_SUPPORT_PARENT=layout.forest.support_parent.start, F_SUPPORT_TOKEN=layout.forest.support_token.start,
+            F_PROB=layout.forest.prob.start, F_DRAWS=layout.forest.draws.start,
+            KEPT=layout.kept, DRAWN=layout.drawn, CONTINUES=layout.continues,
+            ENTRIES=entries, GREEDY=greedy, DISTINCT=distinct,
             COUNT=count, WIDE=triton.next_power_of_2(count),
-            BEAMS=triton.next_power_of_2(layout.width), SIZE=max(2, triton.next_power_of_2(size)),
-            FOREST=max(2, triton.next_power_of_2(layout.draft_width)), num_warps=1,
+            BEAMS=triton.next_power_of_2(layout.width), SIZE=places,
+            FOREST=max(2, triton.next_power_of_2(layout.draft_width)),
+            num_warps=_warps(places, entries) if layout.drawn else 1,
         )  # fmt: skip

@@ -224,16 +224,26 @@ def test_laws_are_chosen_by_device_and_environment(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("sizes", "device", "taken"),
+    ("sizes", "device", "tensors", "kernels"),
     [
-        ((1, 4, 8, 3, 0, 10), "cuda", False),  # several draws a layer are tested
-        ((1, 4, 8, 3, 0, 10), "cpu", True),
-        ((1, 1, 1, 3, 0, 10), "cuda", True),  # speculative sampling
-        ((1, 4, 8, 3, 0, 0), "cuda", True),  # `cover`
+        ((1, 4, 8, 3, 0, 10), "cuda", "host", "TritonLaw"),  # several draws a layer are tested
+        ((1, 4, 8, 3, 0, 10), "cpu", "TorchLaw", "TritonLaw"),
+        ((1, 4, 33, 3, 0, 10), "cuda", "host", "host"),  # more of them than a kernel goes through
+        ((1, 1, 1, 3, 0, 10), "cuda", "TorchLaw", "TritonLaw"),  # speculative sampling
+        ((1, 4, 8, 3, 0, 0), "cuda", "TorchLaw", "TritonLaw"),  # `cover`
+        ((1, 65, 8, 3, 0, 0), "cuda", "TorchLaw", "TorchLaw"),
     ],
 )
-def test_a_card_leaves_to_the_host_what_the_host_does_quicker(monkeypatch, sizes, device, taken):
-    monkeypatch.setattr(engines, "_laws", lambda device: iter([TorchLaw()]))
+def test_a_card_leaves_to_the_host_what_the_host_does_quicker(monkeypatch, sizes, device, tensors, kernels):
     side = Side(None, None, 100, 10)
-    law = engines._law(torch.device(device), CoverLayout.of(*sizes), side, side)
-    assert (law is not None) is taken
+
+    def taken(*laws):
+        monkeypatch.setattr(engines, "_laws", lambda device: iter(laws))
+        law = engines._law(torch.device(device), CoverLayout.of(*sizes), side, side)
+        return type(law).__name__ if law is not None else "host"
+
+    assert taken(TorchLaw()) == tensors
+    pytest.importorskip("triton", reason="Triton comes with torch's CUDA wheels")
+    from dsbd_cli.decoding.device.law_triton import TritonLaw
+
+    assert taken(TritonLaw(), TorchLaw()) == kernels

@@ -7,7 +7,7 @@ import os
 import pytest
 import torch
 
-from tests.decoding.device.helpers import related, settings_of, told, trees
+from tests.decoding.device.helpers import TESTED, related, settings_of, told, trees
 
 pytest.importorskip("triton", reason="Triton comes with torch's CUDA wheels")
 if not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":
@@ -17,7 +17,9 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # Kernels are checked case by case in test_law.py; interpreted, a short run has to do.
 SEEDS, BUDGET = (2, 12) if DEVICE == "cuda" else (1, 6)
 SIZES = {} if DEVICE == "cuda" else {"width": 3, "draft_width": 4, "gamma": 2}
-WAYS = ["cover", "beam", "multinomial"] + (["greedy", "one layer"] if DEVICE == "cuda" else [])
+WAYS = ["cover", "beam", "multinomial", "paper"]
+if DEVICE == "cuda":
+    WAYS += ["greedy", "one layer", "speculative", "continue", "distinct", *TESTED]
 
 
 @pytest.mark.parametrize("way", WAYS)
