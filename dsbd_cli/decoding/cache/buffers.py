@@ -51,10 +51,14 @@ class Slots:
     def __init__(self, capacity: int, fixed: bool = False) -> None:
         self.capacity = capacity
         self._fixed = fixed
-        self.live = 0
         self.peak = 0
-        self._free = list(range(1, capacity))
-        self._taken = bytearray(capacity)
+        self._clear()
+
+    def _clear(self) -> None:
+        self.live = 0
+        self._free = list(range(1, self.capacity))
+        self._sorted = True  # so is a heap that nothing was pushed on
+        self._taken = bytearray(self.capacity)
         self._taken[SPARE] = 1
         self._top = 1
 
@@ -67,7 +71,10 @@ class Slots:
         """The `count` lowest free slots, ascending; doubles the capacity until they exist."""
         while len(self._free) < count:
             self.grow(2 * self.capacity)
-        slots = [heapq.heappop(self._free) for _ in range(count)]
+        if self._sorted:  # a prompt takes hundreds, before its forward can begin
+            slots, self._free = self._free[:count], self._free[count:]
+        else:
+            slots = [heapq.heappop(self._free) for _ in range(count)]
         for slot in slots:
             self._taken[slot] = 1
         self.live += count
@@ -78,12 +85,18 @@ class Slots:
 
     def give(self, slots: Iterable[int]) -> None:
         """Free `slots`, each given out before."""
-        for slot in slots:
+        given = list(slots)
+        for slot in given:
             if slot == SPARE or not self._taken[slot]:
                 raise ValueError(f"slot {slot} is not in use")
             self._taken[slot] = 0
-            heapq.heappush(self._free, slot)
             self.live -= 1
+        if not self.live:
+            self._clear()
+            return
+        self._sorted = self._sorted and not given
+        for slot in given:
+            heapq.heappush(self._free, slot)
         while not self._taken[self._top - 1]:
             self._top -= 1
 
@@ -250,7 +263,8 @@ class TreeMasks:
     def show(self, row: int, slots: Tensor) -> None:
         """Make `row` see exactly `slots`."""
         self.table[row] = self.hidden
-        self.table[row, slots] = 0
+        if len(slots):
+            self.table[row, slots] = 0
 
     def see(self, row: int, slots: Tensor) -> None:
         """Let `row` see `slots` (int64 [N]) as well."""
