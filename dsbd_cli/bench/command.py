@@ -124,7 +124,7 @@ def _measure(
                     for arm in plan.arms
                 },
                 "data": _data_facts(plan),
-                "baseline": plan.options.baseline,
+                "baseline": plan.baseline,
                 "energy": {
                     "source": backend.meter.source,
                     "reason": backend.meter.reason,

@@ -56,7 +56,8 @@ def generate(
         Path | None,
         typer.Option(
             "--input",
-            help="Prompts from a file: .txt (one a line) or .jsonl (objects with prompt or messages).",
+            help="Prompts from a file, together with --output: .txt (one a line) or .jsonl (objects with prompt or "
+            "messages).",
             rich_help_panel=BATCH,
         ),
     ] = None,
@@ -64,7 +65,7 @@ def generate(
         Path | None,
         typer.Option(
             "--output",
-            help="JSON Lines of results, in the order of --input; the same command again goes on where "
+            help="JSON Lines of the results of --input, in its order; the same command again goes on where "
             "it stopped. Under torchrun the prompts are shared out.",
             rich_help_panel=BATCH,
         ),

@@ -123,7 +123,7 @@ def _prompts(source: str | None) -> list[Prompt]:
     if source is not None:
         from dsbd_cli.batch.items import read_items
 
-        items, _ = read_items(Path(source))
+        items, _ = read_items(Path(source), option="")
         kept: list[Prompt] = [item.prompt for item in items if item.prompt]
         if not kept:
             raise UserError(f"{source} holds no prompt")

@@ -339,6 +339,35 @@ def test_a_drafting_arm_without_a_draft_is_refused(tmp_path):
         make_plan(Options("spider", methods="beam,dsbd"), Chosen(None, {"target": "t"}, {}))
 
 
+def test_a_baseline_that_is_no_arm_is_refused_at_once(tmp_path):
+    with pytest.raises(UserError, match=r"--baseline dsdb is no arm of this run \(did you mean dsbd\?\)"):
+        plan(tmp_path / "out", methods="beam,dsbd", baseline="dsdb")
+    # Nobody named one: that is worth a line, and no reason to stop.
+    made = plan(tmp_path / "out", methods="multinomial,dsbd")
+    assert any("speeds are compared with nothing: beam is no arm" in note for note in made.notes)
+    assert not any("compared with nothing" in note for note in plan(tmp_path / "out").notes)
+    # A run that goes on in its folder has the arms of its earlier sessions too.
+    run(plan(tmp_path / "out", methods="beam,dsbd", limit=2))
+    made = plan(tmp_path / "out", methods="multinomial", baseline="dsbd", limit=2)
+    run(made)
+    arms = json.loads((tmp_path / "out" / "summary.json").read_text())["runs"][0]["arms"]
+    assert arms["multinomial"]["against_baseline"]["speed"]["items"] == 2
+
+
+def test_ratings_that_nobody_will_give_are_told_at_the_start(tmp_path):
+    told = [note for note in plan(tmp_path / "out", dataset="mt-bench").notes if "nobody rates" in note]
+    assert len(told) == 1
+    assert "--judge-url and --judge-model" in told[0]
+    assert "dsbd bench judge" in told[0]
+    bare = tmp_path / "mine.jsonl"
+    bare.write_text('{"prompt": "hi"}\n')
+    assert any("holds no references" in note for note in plan(tmp_path / "out", dataset=str(bare)).notes)
+    bare.write_text('{"prompt": "hi", "references": ["ho"]}\n')
+    assert not any("references" in note for note in plan(tmp_path / "out", dataset=str(bare)).notes)
+    judged = plan(tmp_path / "out", dataset="mt-bench", judge_url="http://x/v1", judge_model="m")
+    assert not any("nobody rates" in note for note in [*judged.notes, *plan(tmp_path / "out").notes])
+
+
 def test_gold_that_fails_is_left_out_and_told(tmp_path, sample_spider, capsys):
     import shutil
 

@@ -105,6 +105,37 @@ def test_a_bench_says_what_is_wrong_with_a_file(dsbd: Call, models: Models, tmp_
     assert not (tmp_path / "new").exists()
 
 
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [
+        ("bench", ["--dataset is missing: spider, squad, mt-bench", "dsbd bench run --help"]),
+        ("bench --limit 3", ["--dataset is missing: spider, squad, mt-bench"]),
+        ("bench spider", ["dsbd bench spider: no such command", "run, report, compare, judge", "--dataset"]),
+        ("bench reprot", ["did you mean report"]),
+        ("bench report", ["DIR... is missing: Folders"]),
+        ("bench judge x", ["--judge-url is missing: OpenAI-compatible endpoint"]),
+        ("distill", ["--target and --out are missing", "dsbd distill evaluate", "dsbd distill --help"]),
+        ("distill --target x", ["--out is missing"]),
+        ("distill evaluate", ["--target is missing: Target: folder"]),
+        ("trace", ["FILE is missing: "]),
+        ("presets show", ["NAME is missing: A preset's name"]),
+        ("tune nofile.txt", ["dsbd: nofile.txt: no such file"]),
+        ("tune setup.cfg.ini", ["dsbd: setup.cfg.ini: no such file"]),
+        ("generate hi --device gpu", ["dsbd: device must be auto"]),
+        ("generate hi --target-device gpu", ["dsbd: target-device must be auto"]),
+        ("generate hi --draft-device gpu", ["dsbd: draft-device must be auto"]),
+        ("generate hi --dtype int8", ["dsbd: dtype must be one of"]),
+        ("generate hi --draft-dtype int8", ["dsbd: draft-dtype must be one of"]),
+    ],
+)
+def test_what_is_missing_or_wrong_is_named_as_it_was_asked_for(
+    dsbd: Call, command: str, words: list[str]
+) -> None:
+    ran = dsbd(*command.split())
+    ran.refused(*words)
+    assert len(ran.err) < 250, ran.err  # a line, not a page of help
+
+
 def test_a_team_of_one_process(dsbd: Call, models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
         monkeypatch.delenv(name, raising=False)
