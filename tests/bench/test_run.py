@@ -368,6 +368,27 @@ def test_ratings_that_nobody_will_give_are_told_at_the_start(tmp_path):
     assert not any("nobody rates" in note for note in [*judged.notes, *plan(tmp_path / "out").notes])
 
 
+def test_arms_that_drafted_nothing_are_named(tmp_path):
+    class Undrafted(FakeBackend):
+        def answer(self, arm, prompt_ids, seed):
+            found = super().answer(arm, prompt_ids, seed)
+            if arm.name in ("beam", "dsbd"):
+                found.stats |= {"draft_calls": 0, "drafts_examined": 0, "accepted_by_depth": []}
+            return found
+
+    made = plan(tmp_path / "out", methods="beam,dsbd,dsbd:paper", limit=2)
+    run(made, Undrafted())
+    (summary,) = json.loads((tmp_path / "out" / "summary.json").read_text())["runs"]
+    words = "nothing drafted: by the prices of this machine no forest pays here"
+    assert [note for note in summary["warnings"] if words in note] == [
+        f"dsbd: {words} (--forest full drafts anyway)"
+    ]
+    for name, settings in (("full", {"forest": "full"}), ("none", {"gamma": 0})):
+        run(plan(tmp_path / name, methods="beam,dsbd", limit=2, settings=settings), Undrafted())
+        (summary,) = json.loads((tmp_path / name / "summary.json").read_text())["runs"]
+        assert words not in " ".join(summary["warnings"])
+
+
 def test_gold_that_fails_is_left_out_and_told(tmp_path, sample_spider, capsys):
     import shutil
 

@@ -36,6 +36,28 @@ def test_options_without_effect_are_noted(dsbd: Call, models: Models, how: list[
     assert ran.err == "dsbd: min-width has no effect without a threshold\n"
 
 
+@pytest.fixture
+def dear(tmp_path: Path) -> Path:
+    """Prices by which each node costs a whole forward: no forest can pay."""
+    line = {"nodes": [1, 101], "ms": [1.0, 101.0]}
+    path = tmp_path / "dear.json"
+    path.write_text(json.dumps({"format": 1, "target": line, "draft": line, "layer_ms": 0.0, "origin": "x"}))
+    return path
+
+
+def test_that_nothing_was_drafted_is_said(dsbd: Call, models: Models, dear: Path) -> None:
+    command = ["generate", "hi", *pair(models("rand", seed=1)), "--seed", "1", "--max-new-tokens", "8"]
+    words = "nothing drafted: by the prices of this machine no forest pays here (--forest full drafts anyway)"
+    priced = [*command, "--prices", dear]
+    assert dsbd(*priced, "--json").json["stats"]["notes"] == [words]
+    assert words in dsbd(*priced, "--stats").err
+    assert words not in dsbd(*priced, "--forest", "full", "--stats").err
+    assert words not in dsbd(*command, "--method", "beam", "--stats").err
+    assert words not in dsbd(*command, "--gamma", "0", "--stats").err
+    ran = dsbd("generate", "--lines", *priced[2:], "--stats", stdin=b"hi\nho\n")
+    assert f"{words}\n" in ran.err, ran.err
+
+
 def test_what_a_preset_holds_yields_quietly(dsbd: Call, models: Models, tmp_path: Path) -> None:
     target = models("says", "A")
     (tmp_path / "p.yaml").write_text(f"target: {target}\ndraft: {target}\ngamma: 3\nmin_width: 1\nkv: one\n")
