@@ -89,19 +89,25 @@ def tune(
     with _progress() as (tell, step):
         found = search(bench, settings, quick=quick, loss=loss, tell=tell, step=step)
     best = found.best
-    why = {"preset": f"dsbd tune: {_ratio(found):.2f} times the speed of the settings it began with, "
-                     f"on {len(texts)} prompts; prices: {decoder.prices.measured().prices.origin}"}  # type: ignore[union-attr]  # fmt: skip
+    why = {"preset": f"dsbd tune: {_verdict(found)}, on {len(texts)} prompts; prices: "
+                     f"{decoder.prices.measured().prices.origin}"}  # type: ignore[union-attr]  # fmt: skip
     write_whole(out, to_yaml(Preset(out.stem, spec, best.settings, why)))
     if json:
         Out().write_json(encoder.dumps(_report(found, out), ensure_ascii=False) + "\n")
     else:
-        Out().write(_table(found) + f"{out}: {best.name()}\n")
+        kept = f"{_verdict(found)}\n" if best is found.base else ""
+        Out().write(_table(found) + kept + f"{out}: {best.name()}\n")
 
 
-def _ratio(found: Outcome) -> float:
+def _verdict(found: Outcome) -> str:
+    """What came of it, in words."""
     from dsbd_cli.tune.search import speed
 
-    return speed(found.best, found.base)
+    if found.best is not found.base:
+        return f"{speed(found.best, found.base):.2f} times the speed of the settings it began with"
+    if found.trials[0] is found.base:
+        return "nothing was quicker than the settings it began with"
+    return "no difference shown: the settings it began with stay"
 
 
 def _prompts(source: str | None) -> list[Prompt]:
@@ -140,6 +146,7 @@ def _report(found: Outcome, out: Path) -> dict[str, Any]:
     return {
         "preset": str(out),
         "best": found.best.settings.to_dict(),
+        "verdict": _verdict(found),
         "trials": [
             {
                 "name": one.name(),

@@ -41,7 +41,7 @@ def test_a_preset_is_written_and_can_be_used(dsbd: Call, options: list[str], tmp
     assert (tmp_path / "mine.yaml").read_bytes() == before
     forced = dsbd("tune", prompts, *options, "--force", "--json")
     assert forced.code == 0, forced.err
-    assert {"preset", "best", "trials"} == forced.json.keys()
+    assert {"preset", "best", "verdict", "trials"} == forced.json.keys()
     assert not [path for path in tmp_path.iterdir() if path.name.endswith(".tmp")]
     # The doctor shows the prices that were measured on the way.
     report = json.loads(dsbd("doctor", "--json").text)
