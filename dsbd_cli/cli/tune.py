@@ -13,7 +13,7 @@ import typer
 
 from dsbd_cli.cli.options import Chosen, decoding_options
 from dsbd_cli.cli.output import Out, note
-from dsbd_cli.cli.stdin import stdin_lines
+from dsbd_cli.cli.stdin import stdin_lines, text_waits
 from dsbd_cli.errors import UserError
 from dsbd_cli.paths import refuse_special, refuse_unwritable, write_whole
 from dsbd_cli.ui.look import is_terminal, panel_stream
@@ -76,6 +76,8 @@ def tune(
     refuse_unwritable(out, "--out")
     if out.exists() and not force:
         raise UserError(f"--out {out} is there already: give --force to write over it, or another name")
+    if prompts not in (None, "-") and text_waits():
+        note(f"stdin is not read: the prompts are those of {prompts} (give - instead to read stdin)")
     texts = _prompts(prompts)[: _QUICK_PROMPTS if quick else _PROMPTS]
     decoder = chosen.load()
     for line in [*chosen.in_vain(), *decoder.pair.notes]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -34,6 +36,52 @@ def test_options_without_effect_are_noted(dsbd: Call, models: Models, how: list[
         assert dsbd(*command, "-q", stdin=b"hi").err == ""
     ran = dsbd("generate", "hi", *pair(models("says", "A")), "--seed", "1", "--min-width", "1")
     assert ran.err == "dsbd: min-width has no effect without a threshold\n"
+
+
+def test_no_seed_is_told_where_nothing_is_drawn(dsbd: Call, models: Models, tmp_path: Path) -> None:
+    options = [*pair(models("says", "A")), "--max-new-tokens", "4"]
+    (tmp_path / "p.txt").write_text("hi\n")
+    for number, (draws, more) in enumerate(
+        [(True, []), (False, ["--temperature", "0"]), (False, ["--deterministic"])]
+    ):
+        output = tmp_path / f"{number}.jsonl"
+        for command in (["generate", "hi"], ["generate", "--lines"],
+                        ["generate", "--input", tmp_path / "p.txt", "--output", output]):  # fmt: skip
+            ran = dsbd(*command, *options, *more, stdin=b"hi\n")
+            assert ran.code == 0, ran.err
+            assert ("dsbd: seed " in ran.err) is draws, (command, more, ran.err)
+
+
+def test_notes_of_prompts_of_a_batch_are_told(dsbd: Call, models: Models, tmp_path: Path) -> None:
+    options = [*pair(models("says", "A")), "--seed", "1", "--max-new-tokens", "4"]
+    (tmp_path / "p.txt").write_text("hi\n\nho\n\n")
+    empty = "the prompt is empty: the target starts from its BOS token"
+    for command in (["--lines"], ["--input", tmp_path / "p.txt", "--output", tmp_path / "out.jsonl"]):
+        ran = dsbd("generate", *command, *options, stdin=b"hi\n\nho\n\n")
+        lines = ran.err.splitlines()
+        assert f"dsbd: line 2: {empty}" in lines
+        assert f"dsbd: 2 prompts: {empty}" in lines
+        assert sum(empty in line for line in lines) == 2
+        assert ran.code == 0
+
+
+def test_text_in_stdin_that_is_not_read_is_noted(
+    models: Models, monkeypatch: pytest.MonkeyPatch, capsysbinary: pytest.CaptureFixture[bytes]
+) -> None:
+    from dsbd_cli.cli.main import run
+
+    options = [*pair(models("says", "A")), "--seed", "1", "--max-new-tokens", "4"]
+    for written, more, noted in ((b"two\n", [], True), (b"", [], False), (b"two\n", ["-q"], False)):
+        reading, writing = os.pipe()
+        os.write(writing, written)  # and left open: whoever waited for its end would wait for ever
+        with os.fdopen(reading) as stream, monkeypatch.context() as patch:
+            patch.setattr(sys, "stdin", stream)
+            assert run(["generate", "one", *options, *more]) == 0
+            assert (
+                b"dsbd: stdin is not read: the prompt is the argument" in capsysbinary.readouterr().err
+            ) is noted
+            os.close(writing)
+            assert stream.read() == written.decode()  # it is left to whoever else reads it
 
 
 @pytest.fixture
