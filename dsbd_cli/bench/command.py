@@ -24,6 +24,7 @@ from dsbd_cli.bench.world import World
 from dsbd_cli.errors import Stopped
 from dsbd_cli.loading.stamp import stamps
 from dsbd_cli.others import Window
+from dsbd_cli.ui import waiting
 
 
 def run_bench(plan: Plan, *, open_backend: Callable[[Plan, World], Backend] = open_pair,
@@ -245,7 +246,11 @@ def finish(plan: Plan, store: Store, judge: Judge | None) -> None:
     from dsbd_cli.bench.report import write_report
 
     rated = rate_all(store, plan.dataset, judge) if judge is not None else None
-    write_report([plan.out])
+    waiting.waiting("summing up, drawing the report")
+    try:
+        write_report([plan.out])
+    finally:
+        waiting.ready()
     if rated is not None:
         rated.check()
 

@@ -400,3 +400,23 @@ def test_gold_that_fails_is_left_out_and_told(tmp_path, sample_spider, capsys):
     assert read_run(tmp_path / "out")["data"]["skipped"] == {"gold query fails": 1}
     assert "nowhere" in capsys.readouterr().err
     assert len(read_results(tmp_path / "out")) == 64
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+def test_what_is_done_between_answers_is_told_too(tmp_path, monkeypatch, batch):
+    from dsbd_cli.bench.progress import BenchProgress
+
+    told: list[str] = []
+    monkeypatch.setattr(BenchProgress, "stage", lambda self, text: told.append(text))
+
+    class Watched(FakeBackend):
+        def logprob(self, prompt_ids, token_ids):
+            assert "log-probability" in told[-1]
+            return super().logprob(prompt_ids, token_ids)
+
+        def answer(self, arm, prompt_ids, seed):
+            assert "log-probability" not in told[-1]
+            return super().answer(arm, prompt_ids, seed)
+
+    run(plan(tmp_path / "out", dataset="mt-bench", limit=2, batch=batch), Watched())
+    assert sum("log-probability" in text for text in told) >= 4
