@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json as encoder
 import sys
+import textwrap
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,7 +17,7 @@ from dsbd_cli.cli.output import Out, note
 from dsbd_cli.cli.stdin import stdin_lines, text_waits
 from dsbd_cli.errors import UserError
 from dsbd_cli.paths import refuse_special, refuse_unwritable, write_whole
-from dsbd_cli.ui.look import is_terminal, panel_stream
+from dsbd_cli.ui.look import columns_of, is_terminal, panel_stream
 
 if TYPE_CHECKING:
     from dsbd_cli.prompts import Prompt
@@ -98,7 +99,7 @@ def tune(
         Out().write_json(encoder.dumps(_report(found, out), ensure_ascii=False) + "\n")
     else:
         kept = f"{_verdict(found)}\n" if best is found.base else ""
-        Out().write(_table(found) + kept + f"{out}: {best.name()}\n")
+        Out().write(_table(found, columns_of(sys.stdout)) + kept + f"{out}: {best.name()}\n")
 
 
 def _verdict(found: Outcome) -> str:
@@ -162,8 +163,8 @@ def _report(found: Outcome, out: Path) -> dict[str, Any]:
     }
 
 
-def _table(found: Outcome) -> str:
-    """What was measured, the quickest first."""
+def _table(found: Outcome, columns: int | None) -> str:
+    """What was measured, the quickest first, in `columns` of a terminal."""
     from dsbd_cli.tune.search import speed
 
     rows = ["  ratio   tok/s  predicted  logp/tok  settings"]
@@ -173,6 +174,9 @@ def _table(found: Outcome) -> str:
             f"{mark} {speed(one, found.base):5.2f} {one.measured:7.1f} {one.predicted:10.1f} {one.logprob:9.3f}  "
             f"{one.name()}{' (as given)' if one is found.base else ''}"
         )
+    if columns is not None:
+        indent = " " * rows[0].index("settings")
+        rows = [textwrap.fill(row, columns, subsequent_indent=indent, drop_whitespace=True) for row in rows]
     return "\n".join(rows) + "\n"
 
 

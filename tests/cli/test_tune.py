@@ -72,3 +72,15 @@ def test_what_cannot_be_is_refused_before_anything_is_loaded(
 
 def test_stdin_without_a_prompt_is_refused_where_it_is_named(dsbd: Call, options: list[str]) -> None:
     dsbd("tune", "-", *options, stdin=b"\n\n").refused("stdin")
+
+
+def test_a_narrow_terminal_breaks_between_words() -> None:
+    from dsbd_cli.cli.tune import _table
+    from dsbd_cli.settings import Settings
+    from dsbd_cli.tune.search import Answer, Outcome, Trial
+
+    one = Trial(Settings(forest="full"), 10.0, [Answer(10, 1.0, -5.0)])
+    wide, narrow = (_table(Outcome(one, [one], one), columns) for columns in (None, 60))
+    assert max(map(len, narrow.splitlines())) <= 60
+    assert narrow.split() == wide.split()
+    assert len(wide.splitlines()) == 2
