@@ -39,7 +39,7 @@ from dsbd_cli.prices import Prices
 from dsbd_cli.prices.pair import PairPrices
 from dsbd_cli.result import Beam, Result, Stats
 from dsbd_cli.settings import Settings
-from dsbd_cli.tally import Tally, ratio
+from dsbd_cli.tally import NO_FOREST_PAYS, Tally, ratio
 from dsbd_cli.text import ConfirmedText, Detokenizer, Endings, visible_text
 
 
@@ -226,6 +226,8 @@ class Generation:
         if stats.energy_j is not None:
             stats.joules_per_token = ratio(stats.energy_j, stats.new_tokens)
         stats.notes = [note for cache in caches for note in cache.notes] + decoder.engines.notes
+        if self._refused_all(run):
+            stats.notes.append(NO_FOREST_PAYS)
         stats.paths = decoder.describe()
         if run.shape is not None and (prices := self.prices()) is not None:
             stats.paths["prices"] = prices.describe()
@@ -240,6 +242,11 @@ class Generation:
             beams=[self._beam(run, node) for node in ranking],
             stats=stats,
         )
+
+    def _refused_all(self, run: Run) -> bool:
+        """Whether prices alone are why nothing was drafted."""
+        lost = run.proposer is None or run.proposer.exhausted
+        return run.shape is not None and not lost and bool(self.tally.widths) and not self.tally.by_depth
 
     def _beam(self, run: Run, node: Node) -> Beam:
         return Beam(

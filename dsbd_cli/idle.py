@@ -35,6 +35,7 @@ OF_METHOD: Mapping[str, tuple[str, ...]] = {
 }
 _OF_SOME = tuple(dict.fromkeys(name for names in OF_METHOD.values() for name in names))
 _OF_WIDTH = ("min_width", "width_rule")
+_OF_LAYERS = ("width", "draws", "threshold", *_OF_WIDTH)
 _OF_FORESTS = ("draft_width", "verify", "forest", "forest_nodes", "lookup", "prices")
 
 
@@ -58,8 +59,15 @@ def idle(settings: Settings) -> dict[str, str]:
     if settings.deterministic and method == "dsbd":
         found = {"verify": "with deterministic"} | found
     elif settings.temperature == 0:
-        found = {name: "with temperature 0" for name in ("top_k", "top_p")} | found
+        # All draws of a layer are the one most probable continuation.
+        names = ("top_k", "top_p", *(_OF_LAYERS if method in ("dsbd", "beam") else ()))
+        found = {name: "with temperature 0" for name in names} | found
     return found
+
+
+def draws_nothing(settings: Settings) -> bool:
+    """Whether a text depends on no seed."""
+    return settings.deterministic or settings.temperature == 0
 
 
 def in_vain(settings: Settings, given: Iterable[str]) -> list[str]:

@@ -10,6 +10,12 @@ if TYPE_CHECKING:
     from dsbd_cli.decoding import Layer
 
 
+# Of an adaptive forest that was never begun: it drafts as much as pays, and that was nothing.
+NO_FOREST_PAYS = (
+    "nothing drafted: by the prices of this machine no forest pays here (--forest full drafts anyway)"
+)
+
+
 class Tally:
     """Adds up layers; `fill` writes the sums into a `Stats`."""
 

@@ -355,3 +355,16 @@ def test_width_one_needs_no_word_about_the_least_width():
         Settings(width=1, min_width=2, threshold=0.9)
     with pytest.raises(UserError, match="width must be a whole number"):
         Settings(width="wide")
+
+
+@pytest.mark.parametrize("columns", [60, 80, 130])
+def test_the_list_is_readable_at_every_width(columns: int) -> None:
+    from dsbd_cli.cli.presets import _table
+
+    found = list_presets()
+    lines = _table(found, columns).splitlines()
+    assert max(map(len, lines)) <= columns
+    assert len(lines) == (len(found) + 1 if columns == 130 else 2 * (len(found) + 1)) or columns == 60
+    for preset in found:  # no name is broken
+        for name in (preset.name, preset.pair.target, preset.pair.draft or "-"):
+            assert any(name in line.split() for line in lines), name

@@ -41,31 +41,34 @@ def form_of(path: Path) -> str:
     return "text" if path.suffix == ".txt" else "json"
 
 
-def read_items(path: Path) -> tuple[list[Item], str]:
+def read_items(path: Path, option: str = "--input ") -> tuple[list[Item], str]:
     """The prompts of a file and the SHA-256 of its bytes.
 
     `.txt`: line i is prompt i, an empty line an empty prompt. `.jsonl`: a line is an object with
     `prompt` (a text) or `messages` (a list of {role, content}) and, if wanted, an `id`; or simply a
     JSON string. Other keys are left alone; blank lines are skipped.
 
+    Args:
+        option: what the file was named with, for errors; nothing where it is an argument.
+
     Raises:
         UserError: no such file, not UTF-8, another suffix, or a line that is no prompt.
     """
-    refuse_special(path, f"--input {path}", "for a pipe there is --lines")
+    refuse_special(path, f"{option}{path}", "for a pipe there is --lines")
     try:
         data = path.read_bytes()
     except FileNotFoundError:
-        raise UserError(f"--input {path}: no such file") from None
+        raise UserError(f"{option}{path}: no such file") from None
     except IsADirectoryError:
-        raise UserError(f"--input {path} is a folder, not a file") from None
+        raise UserError(f"{option}{path} is a folder, not a file") from None
     except OSError as error:
-        raise UserError(f"--input {path} cannot be read: {error.strerror}") from None
+        raise UserError(f"{option}{path} cannot be read: {error.strerror}") from None
     try:
         lines = data.decode("utf-8-sig").split("\n")
     except UnicodeDecodeError as error:
         line = data[: error.start].count(b"\n") + 1
         raise UserError(
-            f"--input {path} line {line}: not UTF-8 text; convert it first, e.g. with iconv"
+            f"{option}{path} line {line}: not UTF-8 text; convert it first, e.g. with iconv"
         ) from None
     if lines[-1] == "":
         lines.pop()
@@ -76,11 +79,11 @@ def read_items(path: Path) -> tuple[list[Item], str]:
         items = []
         for number, text in enumerate(lines, start=1):
             if text.strip():
-                items.append(_parse(text, len(items), f"--input {path} line {number}"))
+                items.append(_parse(text, len(items), f"{option}{path} line {number}"))
     else:
-        raise UserError(f"--input {path}: the name must end in .txt (a prompt a line) or .jsonl")
+        raise UserError(f"{option}{path}: the name must end in .txt (a prompt a line) or .jsonl")
     if not items:
-        raise UserError(f"--input {path} holds no prompt")
+        raise UserError(f"{option}{path} holds no prompt")
     return items, hashlib.sha256(data).hexdigest()
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from dsbd_cli.tally import ratio
@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from dsbd_cli.result import Result
 
 _EVERY_S = 30.0
+_LABEL = "prompts"
 
 
 class BatchProgress:
@@ -55,9 +56,9 @@ class BatchProgress:
             self._accepted += result.stats.drafts_accepted
             self._widths += [] if result.stats.mean_width is None else [result.stats.mean_width]
         if self._bar is not None:
-            self._bar.update(
-                self._bar.task_ids[0], completed=self._done, speed=self._speed(), load=self._about(load)
-            )
+            speed = self._speed()
+            about = fitting(self._about(load), _room(self._bar.console.width, self._total, speed))
+            self._bar.update(self._bar.task_ids[0], completed=self._done, speed=speed, load=about)
         elif time.monotonic() - self._told > _EVERY_S:
             self._told = time.monotonic()
             self._tell(self._line())
@@ -67,17 +68,18 @@ class BatchProgress:
         rate = ratio(self._tokens, time.monotonic() - self._began)
         return "" if rate is None else f"{rate:.1f} tok/s"
 
-    def _about(self, load: Load | None) -> str:
+    def _about(self, load: Load | None) -> list[str]:
+        """How it goes, the most telling first."""
         parts = []
         if load is not None:
             parts.append(f"{load.running} under way")
-            if load.slots:
-                parts.append(f"{load.free_slots / load.slots:.0%} of the cache free")
         if (rate := ratio(self._accepted, self._examined)) is not None:
             parts.append(f"{rate:.0%} accepted")
+        if load is not None and load.slots:
+            parts.append(f"{load.free_slots / load.slots:.0%} of the cache free")
         if self._widths:
             parts.append(f"width {sum(self._widths) / len(self._widths):.1f}")
-        return ", ".join(parts)
+        return parts
 
     def _line(self) -> str:
         parts = [
@@ -88,12 +90,36 @@ class BatchProgress:
         return ", ".join(part for part in parts if part)
 
 
+def fitting(parts: Sequence[str], room: int) -> str:
+    """As many of the parts, the first first, as fit into `room` columns."""
+    text = ""
+    for part in parts:
+        longer = f"{text}, {part}" if text else part
+        if len(longer) > room:
+            break
+        text = longer
+    return text
+
+
+def _bar_width(columns: int) -> int:
+    """Columns of the bar itself; a narrow terminal needs them for count, speed and time."""
+    return max(4, min(40, columns - 70))
+
+
+def _room(columns: int, total: int, speed: str) -> int:
+    """Columns that the count, the speed and the time left do not need."""
+    others = (_LABEL, f"{total}/{total}", speed, "0:00:00")
+    return columns - _bar_width(columns) - sum(map(len, others)) - len(others) - 1
+
+
 def _bar(total: int, done: int) -> Any:
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-    columns = (TextColumn("prompts"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[speed]}"),
-               TextColumn("{task.fields[load]}", style="dim"), TimeRemainingColumn())  # fmt: skip
-    bar = Progress(*columns, console=Console(stderr=True), transient=True, refresh_per_second=4)
-    bar.add_task("prompts", total=total, completed=done, speed="", load="")
+    console = Console(stderr=True)
+    columns = (TextColumn(_LABEL), BarColumn(_bar_width(console.width)), MofNCompleteColumn(),
+               TextColumn("{task.fields[speed]}"), TimeRemainingColumn(),
+               TextColumn("{task.fields[load]}", style="dim"))  # fmt: skip
+    bar = Progress(*columns, console=console, transient=True, refresh_per_second=4)
+    bar.add_task(_LABEL, total=total, completed=done, speed="", load="")
     return bar

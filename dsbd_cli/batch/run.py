@@ -14,10 +14,12 @@ from typing import TYPE_CHECKING, Any
 from dsbd_cli.batch import AUTO
 from dsbd_cli.batch.echo import Echo
 from dsbd_cli.batch.items import Item, form_of, read_items
+from dsbd_cli.batch.notes import Notes
 from dsbd_cli.batch.progress import BatchProgress
 from dsbd_cli.batch.store import Store
 from dsbd_cli.errors import Stopped, UserError
 from dsbd_cli.group import joined
+from dsbd_cli.idle import draws_nothing
 from dsbd_cli.loading.spec import DTYPES
 from dsbd_cli.result import Result
 from dsbd_cli.settings import Settings, verifies_draws, width_from_target
@@ -99,6 +101,7 @@ def run_file(
         from dsbd_cli.batch.decode import Running, decode_items
 
         waiting: deque[tuple[int, bytes]] = deque()
+        notes = Notes(tell, "line" if source.suffix == ".txt" else "prompt")
 
         def open_() -> Iterator[Item]:
             for item in mine:
@@ -120,15 +123,17 @@ def run_file(
                 for item, record, result in decode_items(decoder, settings, seed, open_(), running):
                     catch_up(item.index)
                     store.add(item.index, record)
+                    notes.add(item.index + 1, record)
                     refused += result is None
                     results += [] if result is None else [result]
                     progress.step(result, running.load())
                 catch_up(len(items))
+                notes.finish()
         except KeyboardInterrupt:
             there = f"{resumed + refused + len(results)} of {len(mine)} prompts"
             raise Stopped(f"stopped with {there}; the same command goes on") from None
         store.finish()
-        if not seed_given and shard.rank == 0:
+        if not seed_given and shard.rank == 0 and not draws_nothing(settings):
             tell(f"seed {seed}")
         _say_refused(refused + refused_before, len(mine), output)
         return results
@@ -238,11 +243,13 @@ def run_lines(
     results: list[Result] = []
     refused: list[str] = []
     total = 0
+    notes = Notes(tell, "line")
     seed = joined().agreed(seed)
     with Running(decoder, batch, tell) as running:
         arriving = _for_all(prompts(lambda: running.idle))
         for item, record, result in decode_items(decoder, settings, seed, _numbered(arriving), running):
             total = item.index + 1
+            notes.add(total, record)
             if result is None:
                 refused.append(f"line {total}: {record['error']}")
             else:
@@ -250,7 +257,8 @@ def run_lines(
             write(
                 encoder.dumps(record if json else _answer(result), ensure_ascii=False, allow_nan=False) + "\n"
             )
-    if settings.seed is None:
+    notes.finish()
+    if settings.seed is None and not draws_nothing(settings):
         tell(f"seed {seed}")
     if refused:
         raise UserError(f"{len(refused)} of {total} prompts were refused; {refused[0]}")

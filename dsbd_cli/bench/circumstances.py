@@ -76,12 +76,13 @@ def settings(run: Run) -> Table:
 def sessions(run: Run) -> Table:
     """Every session's circumstances."""
     columns = [Column(key, key.replace("_", " ")) for key in (
-        "session", "started", "devices", "cores", "threads", "processes", "attention", "load", "load_at_end", "dsbd",
-        "commit", "idle_watts", "command")]  # fmt: skip
+        "session", "started", "devices", "cores", "threads", "processes", "attention", "load", "load_at_end",
+        "others", "dsbd", "commit", "idle_watts", "command")]  # fmt: skip
     rows = [
         [number, s["started"], ", ".join(s["devices"].values()), s.get("usable_cores") or s.get("cores"),
          s.get("threads"), s.get("processes", 1), s.get("attention"), s.get("load"), s.get("load_at_end"),
-         s["dsbd"], s["commit"], None if s.get("idle_watts") is None else round(s["idle_watts"]),
+         None if s.get("others") is None else f"{s['others']:.0%}", s["dsbd"], s["commit"],
+         None if s.get("idle_watts") is None else round(s["idle_watts"]),
          " ".join(s["command"])]
         for number, s in enumerate(run["sessions"])
     ]  # fmt: skip

@@ -23,6 +23,8 @@ from dsbd_cli.bench.windows import windows_of
 from dsbd_cli.bench.world import World
 from dsbd_cli.errors import Stopped
 from dsbd_cli.loading.stamp import stamps
+from dsbd_cli.others import Window
+from dsbd_cli.ui import waiting
 
 
 def run_bench(plan: Plan, *, open_backend: Callable[[Plan, World], Backend] = open_pair,
@@ -123,7 +125,7 @@ def _measure(
                     for arm in plan.arms
                 },
                 "data": _data_facts(plan),
-                "baseline": plan.options.baseline,
+                "baseline": plan.baseline,
                 "energy": {
                     "source": backend.meter.source,
                     "reason": backend.meter.reason,
@@ -149,6 +151,7 @@ def _measure(
         figures.add(record)
     written = 0
     label = f"{plan.dataset.label}, {len(plan.arms)} arms"
+    watched = Window()
     try:
         with BenchProgress(len(mine), len(mine) - len(todo), figures, label, world.rank == 0) as progress:
             if todo:
@@ -175,7 +178,9 @@ def _measure(
         raise Stopped(f"stopped with {there}; the same command goes on") from None
     finally:
         if world.rank == 0:
-            store.end_session(number, {"load_at_end": context.load()})
+            # Of several processes each would count the rest of them among the others.
+            others = watched.share() if world.size == 1 else None
+            store.end_session(number, {"load_at_end": context.load(), "others": others})
     _merge(world, store, results, written)
 
 
@@ -241,7 +246,11 @@ def finish(plan: Plan, store: Store, judge: Judge | None) -> None:
     from dsbd_cli.bench.report import write_report
 
     rated = rate_all(store, plan.dataset, judge) if judge is not None else None
-    write_report([plan.out])
+    waiting.waiting("summing up, drawing the report")
+    try:
+        write_report([plan.out])
+    finally:
+        waiting.ready()
     if rated is not None:
         rated.check()
 

@@ -14,7 +14,7 @@ from dsbd_cli.bench.files import Record, read_ratings, read_results, read_run
 from dsbd_cli.bench.paired_tables import paired_table
 from dsbd_cli.bench.pairs import Clocked, Pair
 from dsbd_cli.bench.score import PRIMARY
-from dsbd_cli.bench.sessions import differing
+from dsbd_cli.bench.sessions import busy, differing
 from dsbd_cli.bench.summary import with_ratings
 from dsbd_cli.bench.table import Column, Table
 from dsbd_cli.bench.terminal import in_width, table_text
@@ -151,11 +151,7 @@ def _notes(mine: Side, base: Side, both: Sequence[Pair]) -> list[str]:
     notes = []
     if other := differing(used):
         notes.append(f"the machines differ in {', '.join(other)}: speed and energy compare these too")
-    busy = [s["load"] for s in used if s.get("load") is not None and s["load"] > 0.5 * (s.get("cores") or 1)]
-    if busy:
-        notes.append(
-            f"a machine was busy at the start (load average {max(busy):.1f}): its clocks tell of that too"
-        )
+    notes += dict.fromkeys(f"a session's machine: {words}" for s in used if (words := busy(s)) is not None)
     lengths = [(one["item"], a, b) for one, two in both if (a := _prompt(one)) != (b := _prompt(two))]
     if lengths:
         item, a, b = lengths[0]

@@ -43,7 +43,9 @@ def engine_counts(records: Sequence[Record]) -> dict[str, Any]:
         estimate = over(partial(_at_depth, depth, 1), partial(_at_depth, depth, 0), most=1)
         examined = sum(_at_depth(depth, 0, turn) for turn in ours)
         by_depth.append({**estimate.to_dict(), "examined": examined})
+    drafted = sum((turn.get("draft_calls") or 0) + (turn.get("drafts_examined") or 0) for turn in ours)
     return {
+        "drafted": drafted > 0 if ours else None,
         "layers_per_target_call": layers.of_sums,
         "layers_per_call": layers.to_dict(),
         "layers_by_item": _layers_by_item(by_item),

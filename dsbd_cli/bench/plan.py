@@ -14,17 +14,19 @@ from dsbd_cli.bench.datasets.hub import repository
 from dsbd_cli.bench.datasets.records import Dataset
 from dsbd_cli.bench.datasets.sample import sample_folder
 from dsbd_cli.bench.datasets.shots import DEFAULT_SHOTS, Shots, load_shots
+from dsbd_cli.bench.files import read_run
 from dsbd_cli.bench.methods import ONE_AT_A_TIME, parse_methods
 from dsbd_cli.bench.runner import Job, schedule
 from dsbd_cli.bench.sweep import Grid, parse_sweep
 from dsbd_cli.errors import UserError
 from dsbd_cli.paths import refuse_no_folder
-from dsbd_cli.settings import Settings
+from dsbd_cli.settings import Settings, near
 
 if TYPE_CHECKING:
     from dsbd_cli.cli.options import Chosen
 
 DEFAULT_SEED = 1
+DEFAULT_BASELINE = "beam"
 # Chosen so that a bench with nothing but --dataset ends well within ten minutes on two cores with the default
 # pair, which takes six seconds of one core for an answer of 48 tokens.
 DEFAULT_LIMITS = {"spider": 6, "squad": 6, "mt-bench": 3, "jsonl": 6}
@@ -46,7 +48,7 @@ class Options:
         shots: worked examples before each question, 0 = the data set's own single one, None = the default.
         hf_limit: items for Hugging Face's methods, None = `limit`.
         batch: answers that share their forwards; None: as many as this machine does well.
-        baseline: arm that speeds are compared with.
+        baseline: arm that speeds are compared with; None: beam, where it is an arm.
     """
 
     dataset: str
@@ -59,7 +61,7 @@ class Options:
     repeats: int = 1
     batch: int | None = 1
     out: Path | None = None
-    baseline: str = "beam"
+    baseline: str | None = None
     judge_url: str | None = None
     judge_model: str | None = None
     judge_timeout: float = 120.0
@@ -80,6 +82,7 @@ class Plan:
     seed: int
     out: Path
     digest: str
+    baseline: str
     notes: list[str] = field(default_factory=list)
     shots: Shots | None = None
 
@@ -142,11 +145,16 @@ def make_plan(options: Options, chosen: Chosen) -> Plan:
         notes.append(
             f"Hugging Face's generate assists one prompt only: {ONE_AT_A_TIME[0]} runs one at a time"
         )
-    if options.baseline not in [arm.name for arm in arms]:
-        notes.append(f"--baseline {options.baseline} is no arm of this run: no comparison is made")
     if len(dataset.items) < dataset.total:
         hint = "" if options.limit is not None else " (--limit 0 takes all)"
         notes.append(f"{len(dataset.items)} of {dataset.total} items{hint}")
+    if dataset.kind == "mt-bench" and options.judge_url is None:
+        notes.append(
+            "nobody rates the answers, so that scores stay n/a: give --judge-url and --judge-model, or rate them later "
+            "with dsbd bench judge"
+        )
+    elif not any(getattr(item, "references", True) for item in dataset.items):
+        notes.append(f"{options.dataset} holds no references, so that scores stay n/a")
     _refuse_idle(options, dataset.kind, arms)
     if (options.judge_url is None) != (options.judge_model is None):
         raise UserError("--judge-url and --judge-model go together")
@@ -156,10 +164,28 @@ def make_plan(options: Options, chosen: Chosen) -> Plan:
         f"bench-{dataset.kind if dataset.kind != 'jsonl' else Path(options.dataset).stem}"
     )
     refuse_no_folder(out, "--out")
+    baseline = _baseline(options.baseline, arms, out, notes)
     seed = DEFAULT_SEED if seed is None else seed
     longest = max(arm.settings.max_new_tokens for arm in arms)
     settings = dataclasses.replace(arms[0].settings, max_new_tokens=longest)
-    return Plan(options, chosen, dataset, arms, settings, seed, out, digest, notes, shots)
+    return Plan(options, chosen, dataset, arms, settings, seed, out, digest, baseline, notes, shots)
+
+
+def _baseline(given: str | None, arms: Sequence[Arm], out: Path, notes: list[str]) -> str:
+    """The arm that speeds are compared with: one of this run, or of the run in `out` that it goes on with."""
+    there = (read_run(out) or {}).get("arms", {})
+    names = [*dict.fromkeys([*(arm.name for arm in arms), *there])]
+    if given is None:
+        if DEFAULT_BASELINE not in names:
+            notes.append(
+                f"speeds are compared with nothing: {DEFAULT_BASELINE} is no arm of this run (--baseline names another)"
+            )
+        return DEFAULT_BASELINE
+    if given not in names:
+        raise UserError(
+            f"--baseline {given} is no arm of this run{near(given, names)}; it has {', '.join(names)}"
+        )
+    return given
 
 
 def _refuse_idle(options: Options, kind: str, arms: Sequence[Arm]) -> None:

@@ -144,7 +144,8 @@ class BenchProgress:
         if not self._visible or self._live is not None or time.monotonic() - self._told < EVERY_S:
             return
         self._told = time.monotonic()
-        tell(f"{self._done}/{self._total} answers, {self._clock()}{self._speeds()}")
+        now = f"; now {self._stage}" if self._stage else ""
+        tell(f"{self._done}/{self._total} answers, {self._clock()}{self._speeds()}{now}")
 
     def _clock(self) -> str:
         spent = time.monotonic() - self._began

@@ -16,6 +16,8 @@ from dsbd_cli.bench.prompting import Prompter
 from dsbd_cli.bench.score import Scorer
 
 WARM_UP_TOKENS = 12
+# A stage that no clock of an answer holds, and that takes its time on a CPU.
+LOGPROBS = "its log-probability, by the target alone"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,20 +92,22 @@ class Runner:
     ) -> None:
         """Give the answers of `jobs`; `write` gets each result as soon as it is there."""
         for job in jobs:
-            progress.stage(f"{job.arm.name} on {job.item.id}")
-            record = self.result(job) | dict(common)
+            record = self.result(job, progress.stage) | dict(common)
             write(record)
             progress.step(record)
 
-    def result(self, job: Job) -> Record:
-        """One result: all turns of an item through an arm, with sums over the turns."""
+    def result(self, job: Job, stage: Callable[[str], None] = lambda text: None) -> Record:
+        """One result: all turns of an item through an arm, with sums over the turns; `stage` is told what is done."""
+        where = f"{job.arm.name} on {job.item.id}"
         arm = self.effective(job.arm)
         turns: list[Answer] = []
         problem = None
         while problem is None and len(turns) < job.item.turns:
             ids, problem = self.prompt(job, turns)
             if problem is None:
+                stage(where)
                 answer = self.backend.answer(arm, ids, self.seed_of(job, len(turns)))
+                stage(f"{where}: {LOGPROBS}")
                 answer.logprob = self.backend.logprob(ids, answer.token_ids)
                 turns.append(answer)
         return self.record(job, turns, problem)

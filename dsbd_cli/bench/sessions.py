@@ -5,16 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from dsbd_cli.others import BUSY, took
+
 Session = Mapping[str, Any]
 # What decides how fast a machine is; the load is looked at apart, since it is never quite the same.
 DECISIVE = ("devices", "cpu", "cores", "threads", "processes", "cuda", "driver")
-# Load average over usable cores, from where on a clock tells of others' work too.
-BUSY = 0.5
+# Load average over usable cores, from where on a clock may tell of others' work too. It holds what the machine did in
+# the minute before, so it counts only where others' share of the cores' time was not measured.
+_LOADED = 0.5
 
 
 def alike(one: Session, two: Session) -> bool:
     """Whether clocks of the two may be compared: same devices and threads, and about the same load."""
-    return not differing([one, two]) and abs(_load(one) - _load(two)) < BUSY
+    return not differing([one, two]) and not _unlike(one, two)
 
 
 def differing(sessions: Sequence[Session]) -> list[str]:
@@ -41,12 +44,30 @@ def warnings(sessions: Sequence[Session], used: Iterable[int]) -> list[str]:
             "of them mix machines; pairs are taken within a session only"
         )
     for number, session in mine.items():
-        if _load(session) >= BUSY:
-            found.append(
-                f"session {number} began on a busy machine: load average {session['load']:.1f} on "
-                f"{_cores(session)} cores; its clocks may tell of others' work"
-            )
+        if (words := busy(session)) is not None:
+            found.append(f"session {number}: {words}")
     return found
+
+
+def busy(session: Session) -> str | None:
+    """What a reader of a session's clocks must know of others' work meanwhile; None for nothing."""
+    if session.get("others") is not None:
+        said = took(float(session["others"]))
+        return None if said is None else f"{said}; its clocks tell of their work too"
+    if _load(session) < _LOADED:
+        return None
+    return (
+        f"it began at a load average of {session['load']:.1f} on {_cores(session)} cores (what this machine did in the "
+        "minute before, its own loading included); its clocks may tell of others' work"
+    )
+
+
+def _unlike(one: Session, two: Session) -> bool:
+    """Whether others worked on the machine in one of two sessions and not in the other."""
+    shares = [session.get("others") for session in (one, two)]
+    if None not in shares:
+        return abs(float(shares[0]) - float(shares[1])) >= BUSY  # type: ignore[arg-type]
+    return abs(_load(one) - _load(two)) >= _LOADED
 
 
 def _load(session: Session) -> float:

@@ -14,6 +14,7 @@ from dsbd_cli.bench.score import PRIMARY
 from dsbd_cli.bench.sessions import Session, warnings
 from dsbd_cli.bench.stats import Estimate
 from dsbd_cli.bench.windows import clocks, shared
+from dsbd_cli.tally import NO_FOREST_PAYS
 
 # What people would use instead: the comparison that a reader comes for.
 HF_BEAMS = ("hf-beam-sample", "hf-beam-search")
@@ -74,7 +75,7 @@ def summarize(run: Mapping[str, Any], results: Sequence[Record], ratings: Sequen
         "judge": run.get("judge"),
         "energy": run.get("energy"),
         "sessions": sessions,
-        "warnings": warnings(sessions, (r.get("session", 0) for r in rated)),
+        "warnings": [*warnings(sessions, (r.get("session", 0) for r in rated)), *_undrafted(described)],
         "arms": described,
         "against_hf": [
             {"arm": arm, "base": base, **against(by_arm[arm], base)}
@@ -83,6 +84,18 @@ def summarize(run: Mapping[str, Any], results: Sequence[Record], ratings: Sequen
             for arm in plain
         ],
     }
+
+
+def _undrafted(arms: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """A line about the arms whose forests were left to prices, and never begun: they ran as plain decoding."""
+    names = [
+        name
+        for name, arm in arms.items()
+        if arm["drafted"] is False
+        and arm["settings"].get("gamma")  # of dsbd and speculative alone
+        and arm["settings"].get("forest") == "adaptive"
+    ]
+    return [f"{', '.join(names)}: {NO_FOREST_PAYS}"] if names else []
 
 
 def summarize_arm(records: Sequence[Record], kind: str, energy: Mapping[str, Any]) -> dict[str, Any]:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from dsbd_cli.bench.arms import Arm
 from dsbd_cli.bench.files import Record
 from dsbd_cli.bench.measure import Answer, Cost
 from dsbd_cli.bench.progress import BenchProgress
-from dsbd_cli.bench.runner import WARM_UP_TOKENS, Job, Runner
+from dsbd_cli.bench.runner import LOGPROBS, WARM_UP_TOKENS, Job, Runner
 from dsbd_cli.bench.windows import Window
 
 
@@ -53,15 +54,18 @@ class TogetherRunner(Runner):
         """Give the answers of `windows`; `write` gets those of a window once all of them are there."""
         for number, window in enumerate(windows, 1):
             where = f"{window.arm.name}, window {number} of {len(windows)}"
-            progress.stage(where)
-            records = self.answers(window, at_a_time, _told(progress, where, len(window.jobs)))
+            records = self.answers(window, at_a_time, partial(_tell, progress, where))
             records = [record | dict(common) for record in records]
             write(records)
             for record in records:
                 progress.step(record)
 
-    def answers(self, window: Window, at_a_time: int, seen: Callable[[int], None]) -> list[Record]:
-        """The results of a window: turn by turn, every job's answer of a turn sharing the forwards."""
+    def answers(self, window: Window, at_a_time: int, tell: Callable[[str], None]) -> list[Record]:
+        """The results of a window: turn by turn, every job's answer of a turn sharing the forwards.
+
+        Args:
+            tell: is told what is done now.
+        """
         arm = self.effective(window.arm)
         turns: list[list[Answer]] = [[] for _ in window.jobs]
         problems: list[str | None] = [None] * len(window.jobs)
@@ -76,7 +80,10 @@ class TogetherRunner(Runner):
             if not asked:
                 break
             seeds = [self.seed_of(window.jobs[place], turn) for place in asked]
+            tell("")
+            seen = partial(_seen, tell, len(window.jobs))
             given, cost = self.backend.answer_many(arm, list(asked.values()), seeds, at_a_time, seen)
+            tell(LOGPROBS)
             logprobs = self.backend.logprobs(list(asked.values()), [answer.token_ids for answer in given])
             for place, answer, logprob in zip(asked, given, logprobs, strict=True):
                 answer.logprob, answer.energy_reason = logprob, cost.energy_reason
@@ -106,5 +113,9 @@ def window_facts(
     }
 
 
-def _told(progress: BenchProgress, where: str, count: int) -> Callable[[int], None]:
-    return lambda done: progress.stage(f"{where}: {done} of {count} answers")
+def _tell(progress: BenchProgress, where: str, what: str) -> None:
+    progress.stage(f"{where}: {what}" if what else where)
+
+
+def _seen(tell: Callable[[str], None], count: int, done: int) -> None:
+    tell(f"{done} of {count} answers")

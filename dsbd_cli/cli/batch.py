@@ -12,7 +12,7 @@ from dsbd_cli.batch import AUTO
 from dsbd_cli.cli.options import Chosen
 from dsbd_cli.cli.output import Out
 from dsbd_cli.errors import UserError
-from dsbd_cli.tally import ratio
+from dsbd_cli.tally import NO_FOREST_PAYS, ratio
 
 if TYPE_CHECKING:
     from dsbd_cli.result import Result
@@ -116,3 +116,7 @@ def print_totals(results: list[Result], seconds: float) -> None:
     for name, value in totals.items():
         shown = "n/a" if value is None else f"{value:.4g}" if isinstance(value, float) else value
         print(f"{name:24} {shown}", file=sys.stderr)
+    undrafted = sum(NO_FOREST_PAYS in one.notes for one in stats)
+    if undrafted:
+        of = "" if undrafted == len(stats) else f" ({undrafted} of {len(stats)} prompts)"
+        print(f"{'note':24} {NO_FOREST_PAYS}{of}", file=sys.stderr)

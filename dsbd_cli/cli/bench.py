@@ -13,7 +13,9 @@ from dsbd_cli.batch import AUTO
 from dsbd_cli.bench.extra import need_extra
 from dsbd_cli.cli.options import Chosen, decoding_options
 from dsbd_cli.cli.output import Out
+from dsbd_cli.errors import UserError
 from dsbd_cli.paths import refuse_no_folder
+from dsbd_cli.settings import near
 from dsbd_cli.ui import waiting
 from dsbd_cli.ui.look import columns_of
 
@@ -24,8 +26,14 @@ class DefaultRun(TyperGroup):
     """`dsbd bench --dataset ...` is `dsbd bench run --dataset ...`."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        if args and args[0] not in self.commands and args[0] not in ("-h", "--help"):
+        if not args or (args[0].startswith("-") and args[0] not in ("-h", "--help")):
             args = ["run", *args]
+        elif not args[0].startswith("-") and args[0] not in self.commands:
+            known = ", ".join(self.commands)
+            raise UserError(
+                f"dsbd bench {args[0]}: no such command{near(args[0], self.commands)}; there are {known}, and a data "
+                "set is named with --dataset"
+            )
         return super().parse_args(ctx, args)
 
 
@@ -33,7 +41,6 @@ app = typer.Typer(
     name="bench",
     cls=DefaultRun,
     help="Compare methods on quality, speed and energy. `dsbd bench --dataset spider` is `dsbd bench run ...`.",
-    no_args_is_help=True,
     rich_markup_mode=None,
 )
 
@@ -123,8 +130,11 @@ def run(
         ),
     ] = None,
     baseline: Annotated[
-        str, typer.Option("--baseline", help="Arm that speeds are compared with.", rich_help_panel=RUN)
-    ] = "beam",
+        str | None,
+        typer.Option(
+            "--baseline", help="Arm that speeds are compared with. Default: beam.", rich_help_panel=RUN
+        ),
+    ] = None,
     keep_distinct: Annotated[
         bool,
         typer.Option(

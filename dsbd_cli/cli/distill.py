@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from dsbd_cli.loading import Pair
 
 ANSWERS = "answers.tokens.safetensors"
-app = typer.Typer(no_args_is_help=True)
+app = typer.Typer()
 
 
 @app.callback(invoke_without_command=True)
@@ -97,7 +97,11 @@ def run(
     from dsbd_cli.paths import refuse_no_folder
 
     if target is None or out is None:
-        raise UserError("dsbd distill needs --target and --out")
+        lack = [name for name, value in (("--target", target), ("--out", out)) if value is None]
+        raise UserError(
+            f"{' and '.join(lack)} {'is' if len(lack) == 1 else 'are'} missing: dsbd distill --target MODEL --out DIR "
+            "makes a draft, dsbd distill evaluate measures one (see dsbd distill --help)"
+        )
     if only not in (None, "sample", "train"):
         raise UserError(f"--only {only}: must be sample or train")
     if optimizer not in ("adamw", "muon"):

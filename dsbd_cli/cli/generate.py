@@ -13,9 +13,10 @@ import typer
 from dsbd_cli.batch import AUTO
 from dsbd_cli.cli.options import Chosen, decoding_options
 from dsbd_cli.cli.output import Out, StdoutError, note
-from dsbd_cli.cli.stdin import read_prompt
+from dsbd_cli.cli.stdin import read_prompt, text_waits
 from dsbd_cli.errors import UserError
 from dsbd_cli.group import joined
+from dsbd_cli.idle import draws_nothing
 from dsbd_cli.paths import refuse_foreign, refuse_unwritable
 from dsbd_cli.trace import RECORD
 from dsbd_cli.ui.look import is_terminal, panel_stream
@@ -56,7 +57,8 @@ def generate(
         Path | None,
         typer.Option(
             "--input",
-            help="Prompts from a file: .txt (one a line) or .jsonl (objects with prompt or messages).",
+            help="Prompts from a file, together with --output: .txt (one a line) or .jsonl (objects with prompt or "
+            "messages).",
             rich_help_panel=BATCH,
         ),
     ] = None,
@@ -64,7 +66,7 @@ def generate(
         Path | None,
         typer.Option(
             "--output",
-            help="JSON Lines of results, in the order of --input; the same command again goes on where "
+            help="JSON Lines of the results of --input, in its order; the same command again goes on where "
             "it stopped. Under torchrun the prompts are shared out.",
             rich_help_panel=BATCH,
         ),
@@ -117,6 +119,8 @@ def generate(
         refuse_unwritable(trace, "--trace")
         refuse_foreign(trace, "--trace", RECORD, "trace")
     text = read_prompt(prompt) if team.first else ""
+    if prompt not in (None, "-") and text_waits():
+        tell("stdin is not read: the prompt is the argument (leave it out, or give -, to read stdin)")
     decoder = chosen.load(quiet=quiet)
     text = joined().agreed(text)
     for line in [*chosen.in_vain(), *decoder.pair.notes]:
@@ -138,7 +142,7 @@ def generate(
             write_answer(result, json=json, streamed=stream)
         if stats:
             print_stats(result)
-        if settings.seed is None and not json and not settings.deterministic:
+        if settings.seed is None and not json and not draws_nothing(settings):
             tell(f"seed {result.seed}")
 
 

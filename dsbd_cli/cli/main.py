@@ -140,9 +140,20 @@ def _reader_gone() -> int:
 
 def usage_line(error: Exception) -> str:
     """A usage error as one line, with the option it is about."""
-    line = " ".join(error.format_message().split())  # type: ignore[attr-defined]
+    line = _missing(error) or " ".join(error.format_message().split())  # type: ignore[attr-defined]
     context = getattr(error, "ctx", None)
     return f"{line} (see {context.command_path} --help)" if context is not None else line
+
+
+def _missing(error: Exception) -> str | None:
+    """What an option or argument that has to be given is, where the error is that it was not."""
+    param = getattr(error, "param", None)
+    said = getattr(param, "help", None)
+    if type(error).__name__ != "MissingParameter" or param is None or not said:
+        return None
+    option = param.param_type_name == "option"
+    name = param.opts[0] if option else param.metavar or param.name.upper()
+    return f"{name} is missing: {said.split('. ')[0].removesuffix('.')}"
 
 
 def refuse_known(arguments: Sequence[str]) -> None:

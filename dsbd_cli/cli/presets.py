@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from dsbd_cli.cli.output import Out
 from dsbd_cli.presets import list_presets, load_preset, to_yaml
+from dsbd_cli.ui.look import columns_of
 
 if TYPE_CHECKING:
     from dsbd_cli.presets import Preset
@@ -22,8 +25,9 @@ def presets(context: typer.Context) -> None:
     if context.invoked_subcommand is not None:
         return
     found = list_presets()
-    if sys.stdout.isatty():
-        _table(found)
+    columns = columns_of(sys.stdout)
+    if columns is not None:
+        Out().write(_table(found, columns))
         return
     for cells in (_COLUMNS, *map(_cells, found)):
         sys.stdout.write("\t".join(cells) + "\n")
@@ -44,15 +48,23 @@ def _how(preset: Preset) -> str:
     return f"{settings.method} {settings.verify}, width {settings.width}, gamma {settings.gamma}"
 
 
-def _table(found: list[Preset]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
+def _table(found: list[Preset], columns: int) -> str:
+    """All presets in `columns` of a terminal: a row each, or two rows where one is too long."""
+    rows = [_COLUMNS, *map(_cells, found)]
+    widths = [max(len(row[place]) for row in rows) for place in range(len(_COLUMNS))]
+    if sum(widths) + 2 * (len(widths) - 1) <= columns:
+        lines = [
+            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows
+        ]
+    else:
+        lines = [line for row in rows for line in _two_rows(row, widths[0], columns)]
+    return "".join(f"{line.rstrip()}\n" for line in lines)
 
-    table = Table(box=None, pad_edge=False)
-    for title in _COLUMNS:
-        table.add_column(title, overflow="fold", no_wrap=title in ("preset", "settings"))
-    for preset in found:
-        # Text objects: what stands in a file is never markup.
-        table.add_row(*(Text(cell) for cell in _cells(preset)))
-    Console().print(table)
+
+def _two_rows(row: Sequence[str], width: int, columns: int) -> list[str]:
+    name, target, draft, how = row
+    pair = f"  {target} + {draft}"
+    return [
+        f"{name.ljust(width)}  {how}",
+        *([pair] if len(pair) <= columns else [f"  {target} +", f"  {draft}"]),
+    ]

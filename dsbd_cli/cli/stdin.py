@@ -6,6 +6,7 @@ import codecs
 import io
 import os
 import select
+import stat
 import sys
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -31,6 +32,21 @@ def read_prompt(prompt: str | None) -> str:
         raise UserError('no prompt: dsbd generate "your prompt", or pipe it in (dsbd generate --help)')
     data = sys.stdin.buffer.read() if sys.stdin is not None else b""
     return _utf8(data.removeprefix(BOM), "stdin").removesuffix("\n").removesuffix("\r")
+
+
+def text_waits() -> bool:
+    """Whether stdin is a pipe in which text waits. Reads none of it, and never waits for any."""
+    try:
+        import fcntl
+        import termios
+
+        fd = sys.stdin.fileno()
+        if not stat.S_ISFIFO(os.fstat(fd).st_mode):
+            return False
+        count = fcntl.ioctl(fd, termios.FIONREAD, bytes(4))
+    except (ImportError, OSError, AttributeError, ValueError):  # no such thing here, or no stdin
+        return False
+    return int.from_bytes(count, sys.byteorder) > 0
 
 
 def arriving_lines(wait: Callable[[], bool]) -> Iterator[str | None]:

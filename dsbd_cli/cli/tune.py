@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json as encoder
 import sys
+import textwrap
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,10 +14,10 @@ import typer
 
 from dsbd_cli.cli.options import Chosen, decoding_options
 from dsbd_cli.cli.output import Out, note
-from dsbd_cli.cli.stdin import stdin_lines
+from dsbd_cli.cli.stdin import stdin_lines, text_waits
 from dsbd_cli.errors import UserError
 from dsbd_cli.paths import refuse_special, refuse_unwritable, write_whole
-from dsbd_cli.ui.look import is_terminal, panel_stream
+from dsbd_cli.ui.look import columns_of, is_terminal, panel_stream
 
 if TYPE_CHECKING:
     from dsbd_cli.prompts import Prompt
@@ -76,6 +77,8 @@ def tune(
     refuse_unwritable(out, "--out")
     if out.exists() and not force:
         raise UserError(f"--out {out} is there already: give --force to write over it, or another name")
+    if prompts not in (None, "-") and text_waits():
+        note(f"stdin is not read: the prompts are those of {prompts} (give - instead to read stdin)")
     texts = _prompts(prompts)[: _QUICK_PROMPTS if quick else _PROMPTS]
     decoder = chosen.load()
     for line in [*chosen.in_vain(), *decoder.pair.notes]:
@@ -89,19 +92,25 @@ def tune(
     with _progress() as (tell, step):
         found = search(bench, settings, quick=quick, loss=loss, tell=tell, step=step)
     best = found.best
-    why = {"preset": f"dsbd tune: {_ratio(found):.2f} times the speed of the settings it began with, "
-                     f"on {len(texts)} prompts; prices: {decoder.prices.measured().prices.origin}"}  # type: ignore[union-attr]  # fmt: skip
+    why = {"preset": f"dsbd tune: {_verdict(found)}, on {len(texts)} prompts; prices: "
+                     f"{decoder.prices.measured().prices.origin}"}  # type: ignore[union-attr]  # fmt: skip
     write_whole(out, to_yaml(Preset(out.stem, spec, best.settings, why)))
     if json:
         Out().write_json(encoder.dumps(_report(found, out), ensure_ascii=False) + "\n")
     else:
-        Out().write(_table(found) + f"{out}: {best.name()}\n")
+        kept = f"{_verdict(found)}\n" if best is found.base else ""
+        Out().write(_table(found, columns_of(sys.stdout)) + kept + f"{out}: {best.name()}\n")
 
 
-def _ratio(found: Outcome) -> float:
+def _verdict(found: Outcome) -> str:
+    """What came of it, in words."""
     from dsbd_cli.tune.search import speed
 
-    return speed(found.best, found.base)
+    if found.best is not found.base:
+        return f"{speed(found.best, found.base):.2f} times the speed of the settings it began with"
+    if found.trials[0] is found.base:
+        return "nothing was quicker than the settings it began with"
+    return "no difference shown: the settings it began with stay"
 
 
 def _prompts(source: str | None) -> list[Prompt]:
@@ -123,7 +132,7 @@ def _prompts(source: str | None) -> list[Prompt]:
     if source is not None:
         from dsbd_cli.batch.items import read_items
 
-        items, _ = read_items(Path(source))
+        items, _ = read_items(Path(source), option="")
         kept: list[Prompt] = [item.prompt for item in items if item.prompt]
         if not kept:
             raise UserError(f"{source} holds no prompt")
@@ -140,6 +149,7 @@ def _report(found: Outcome, out: Path) -> dict[str, Any]:
     return {
         "preset": str(out),
         "best": found.best.settings.to_dict(),
+        "verdict": _verdict(found),
         "trials": [
             {
                 "name": one.name(),
@@ -153,8 +163,8 @@ def _report(found: Outcome, out: Path) -> dict[str, Any]:
     }
 
 
-def _table(found: Outcome) -> str:
-    """What was measured, the quickest first."""
+def _table(found: Outcome, columns: int | None) -> str:
+    """What was measured, the quickest first, in `columns` of a terminal."""
     from dsbd_cli.tune.search import speed
 
     rows = ["  ratio   tok/s  predicted  logp/tok  settings"]
@@ -164,6 +174,9 @@ def _table(found: Outcome) -> str:
             f"{mark} {speed(one, found.base):5.2f} {one.measured:7.1f} {one.predicted:10.1f} {one.logprob:9.3f}  "
             f"{one.name()}{' (as given)' if one is found.base else ''}"
         )
+    if columns is not None:
+        indent = " " * rows[0].index("settings")
+        rows = [textwrap.fill(row, columns, subsequent_indent=indent, drop_whitespace=True) for row in rows]
     return "\n".join(rows) + "\n"
 
 

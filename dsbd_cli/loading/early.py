@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Mapping
 from pathlib import Path
 
 from dsbd_cli.errors import UserError
@@ -27,11 +28,24 @@ def look(spec: PairSpec, *, need_draft: bool = True, cache_dir: str | Path | Non
     sources = {role: parse_source(text, role) for role, (text, _) in wanted.items()}
     for role, revision in (("target", spec.revision), ("draft", spec.draft_revision)):
         _check_revision(role, sources.get(role), revision, spec)
+    asked = of_hub(sources, {role: revision for role, (_, revision) in wanted.items()})
     for role in reversed(sources):  # the draft first, as everywhere
-        _check(sources[role], role, wanted[role][1], cache_root(cache_dir))
+        if role in asked:
+            hub.refuse_offline(asked[role], [*asked.values()])
+        else:
+            _check(sources[role], role, cache_root(cache_dir))
     if spec.quantization is not None and importlib.util.find_spec("bitsandbytes") is None:
         raise UserError(f"quantization {spec.quantization} needs bitsandbytes: pip install bitsandbytes")
     return list(sources.values())
+
+
+def of_hub(sources: Mapping[str, Source], revisions: Mapping[str, str | None]) -> dict[str, hub.Asked]:
+    """By role, those of a pair's models that are the hub's."""
+    return {
+        role: hub.Asked(role, source.text, revisions.get(role))
+        for role, source in sources.items()
+        if source.kind == "hub"
+    }
 
 
 def _check_revision(role: str, source: Source | None, revision: str | None, spec: PairSpec) -> None:
@@ -47,10 +61,8 @@ def _check_revision(role: str, source: Source | None, revision: str | None, spec
         raise UserError(f"{name} {revision} without a draft: name the draft, or leave {name} out")
 
 
-def _check(source: Source, role: str, revision: str | None, cache: Path) -> None:
-    if source.kind == "hub":
-        hub.refuse_offline(source.text, revision, role)
-    elif source.kind == "gguf" and source.path is not None:
+def _check(source: Source, role: str, cache: Path) -> None:
+    if source.kind == "gguf" and source.path is not None:
         from dsbd_cli.loading.gguf_file import check_file
 
         check_file(source.path, role, cache)

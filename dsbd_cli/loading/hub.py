@@ -3,13 +3,25 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from dsbd_cli.errors import UserError
 
 _TIMEOUT = 10.0  # seconds for the one question asked before anything slow
 _TRUE = {"1", "ON", "YES", "TRUE"}
+
+
+class Asked(NamedTuple):
+    """A model of the hub that was asked for, as `role` of a pair."""
+
+    role: str
+    repo: str
+    revision: str | None
+
+    def __str__(self) -> str:
+        return f"{self.role} {self.repo}{f' at revision {self.revision}' if self.revision else ''}"
 
 
 def offline_variable() -> str | None:
@@ -20,14 +32,39 @@ def offline_variable() -> str | None:
     return None
 
 
-def refuse_offline(repo: str, revision: str | None, role: str) -> None:
-    """Raise if `repo` is not in the local cache and a variable forbids the network; asks nothing."""
+def refuse_offline(asked: Asked, pair: Sequence[Asked] = ()) -> None:
+    """Raise if a model is not in the local cache and a variable forbids the network; asks nothing.
+
+    Args:
+        pair: all models of the pair that are the hub's: those that are missing too are named with it.
+    """
     variable = offline_variable()
-    if variable is None or _cached(repo, revision):
+    if variable is None or _cached(asked):
         return
-    at = f" at revision {revision}" if revision else ""
-    raise UserError(f"{role} {repo}{at} is not in the local cache and {variable} is set: unset it to "
-                    "download the model, or name a local folder")  # fmt: skip
+    missing = _missing(asked, pair)
+    verb, what = ("is", "the model") if len(missing) == 1 else ("are", "them")
+    raise UserError(f"{_names(missing)} {verb} not in the local cache and {variable} is set: unset it to "
+                    f"download {what}, or name {'a local folder' if verb == 'is' else 'local folders'}")  # fmt: skip
+
+
+def _missing(asked: Asked, pair: Sequence[Asked]) -> list[Asked]:
+    """What is not in the local cache: `asked`, and whatever else of its pair; in the pair's order."""
+    return [one for one in dict.fromkeys([*pair, *([] if asked in pair else [asked])])
+            if one == asked or not _cached(one)]  # fmt: skip
+
+
+def _names(missing: Sequence[Asked]) -> str:
+    return " and ".join(map(str, missing))
+
+
+def _remedy(missing: Sequence[Asked]) -> str:
+    """What to do where the hub cannot be asked."""
+    one = len(missing) == 1
+    what, which = ("it", missing[0].repo) if one else ("each", "MODEL")
+    return (
+        f"fetch {what} where there is a network (hf download {which} --local-dir FOLDER) and name the folder"
+        f"{'' if one else 's'}, or take --preset smol, which needs no hub"
+    )
 
 
 def cached_snapshot(repo: str, revision: str | None) -> Path | None:
@@ -38,14 +75,17 @@ def cached_snapshot(repo: str, revision: str | None) -> Path | None:
     return Path(found).parent if isinstance(found, str) else None
 
 
-def _cached(repo: str, revision: str | None) -> bool:
-    return cached_snapshot(repo, revision) is not None
+def _cached(asked: Asked) -> bool:
+    return cached_snapshot(asked.repo, asked.revision) is not None
 
 
-def only_cached(repo: str, revision: str | None, role: str) -> bool:
-    """Whether `repo` is to be read from the local cache alone.
+def only_cached(asked: Asked, pair: Sequence[Asked] = ()) -> bool:
+    """Whether a model is to be read from the local cache alone.
 
     One small request decides, without retries; when the hub cannot be reached a cached copy serves.
+
+    Args:
+        pair: as for `refuse_offline`.
 
     Raises:
         UserError: not cached and offline, unreachable, unknown, or gated; says which and what to do.
@@ -53,11 +93,11 @@ def only_cached(repo: str, revision: str | None, role: str) -> bool:
     from huggingface_hub import errors as hub
     from huggingface_hub import get_hf_file_metadata, hf_hub_url
 
-    refuse_offline(repo, revision, role)
+    refuse_offline(asked, pair)
     if offline_variable():
         return True
-    have = _cached(repo, revision)
-    at = f" at revision {revision}" if revision else ""
+    role, repo, revision = asked
+    have = _cached(asked)
     try:
         get_hf_file_metadata(hf_hub_url(repo, "config.json", revision=revision), timeout=_TIMEOUT)
     except hub.GatedRepoError:
@@ -75,8 +115,9 @@ def only_cached(repo: str, revision: str | None, role: str) -> bool:
     except Exception as error:  # the HTTP library differs between releases of the hub client
         if have:
             return True
-        raise UserError(f"{role} {repo}{at}: no such folder here, not in the local cache, and the hub could "
-                        f"not be asked ({first_line(error)})") from None  # fmt: skip
+        missing = _missing(asked, pair)
+        raise UserError(f"{_names(missing)}: no such folder here, not in the local cache, and the hub could not be "
+                        f"asked ({first_line(error)}): {_remedy(missing)}") from None  # fmt: skip
     return False
 
 

@@ -68,8 +68,10 @@ def load(
     devices = [hardware.pick_device(spec.target_device, "target")]
     devices += [hardware.pick_device(spec.draft_device, "draft")] if want_draft else []
     # The draft is looked at before the target, whose download or conversion may take minutes.
-    draft_place = locate(sources[1], "draft", spec.draft_revision, cache, tell) if want_draft else None
-    place = locate(sources[0], "target", spec.revision, cache, tell)
+    roles = dict(zip(("target", "draft"), sources, strict=False))
+    asked = [*early.of_hub(roles, {"target": spec.revision, "draft": spec.draft_revision}).values()]
+    draft_place = locate(sources[1], "draft", spec.draft_revision, cache, tell, asked) if want_draft else None
+    place = locate(sources[0], "target", spec.revision, cache, tell, asked)
     trust = spec.trust_remote_code
     with quiet_transformers(downloads=progress is not None):
         config = load_config(place, trust)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -41,14 +42,24 @@ class Place:
         return self.source.kind != "hub"
 
 
-def locate(source: Source, role: str, revision: str | None, cache: Path, progress: Progress) -> Place:
+def locate(
+    source: Source,
+    role: str,
+    revision: str | None,
+    cache: Path,
+    progress: Progress,
+    pair: Sequence[hub.Asked] = (),
+) -> Place:
     """Find, fetch or convert what `source` names, and check local files; weights are not read.
+
+    Args:
+        pair: all models of the pair that are the hub's, to name those that are missing together.
 
     Raises:
         UserError: missing, broken, not reachable, or a format that cannot be read.
     """
     if source.kind == "hub":
-        local = hub.only_cached(source.text, revision, role)
+        local = hub.only_cached(hub.Asked(role, source.text, revision), pair)
         options = {"local_files_only": local, **({"revision": revision} if revision else {})}
         return Place(source, role, source.text, options)
     notes: list[str] = []

@@ -64,14 +64,14 @@ class PairSpec:
         for name in ("target_device", "draft_device"):
             value = getattr(self, name).lower()
             if not _DEVICE.fullmatch(value):
-                raise UserError(f"{_option(name)} must be auto, cpu, mps, cuda or cuda:N, not {value!r}")
+                raise UserError(f"{self._asked(name)} must be auto, cpu, mps, cuda or cuda:N, not {value!r}")
             object.__setattr__(self, name, value)
         for name in ("target_dtype", "draft_dtype"):
             value = getattr(self, name).removeprefix("torch.")
             value = _DTYPE_ALIASES.get(value, value)
             if value not in DTYPES:
                 raise UserError(
-                    f"{_option(name)} must be one of {', '.join(DTYPES)}, not {value!r}{near(value, DTYPES)}"
+                    f"{self._asked(name)} must be one of {', '.join(DTYPES)}, not {value!r}{near(value, DTYPES)}"
                 )
             object.__setattr__(self, name, value)
         if self.draft is not None and not self.draft.strip():
@@ -83,6 +83,12 @@ class PairSpec:
         if self.quantization is not None and self.quantization not in QUANTIZATIONS:
             known = ", ".join(QUANTIZATIONS)
             raise UserError(f"quantization must be one of {known}, not {self.quantization!r}")
+
+    def _asked(self, name: str) -> str:
+        """A field as its user named it: `device` where both models' are the same."""
+        role, kind = name.split("_")
+        other = {"target": "draft", "draft": "target"}[role]
+        return kind if getattr(self, name) == getattr(self, f"{other}_{kind}") else _option(name)
 
     def replace(self, **given: Any) -> PairSpec:
         """This spec with some fields replaced.

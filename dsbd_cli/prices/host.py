@@ -36,8 +36,9 @@ from dsbd_cli.decoding import (
     top_n_needed,
 )
 from dsbd_cli.loading import processor
+from dsbd_cli.others import Window
 from dsbd_cli.prices import store
-from dsbd_cli.prices.probe import quick
+from dsbd_cli.prices.probe import measured_now, quick
 from dsbd_cli.settings import Settings
 from dsbd_cli.version import __version__
 
@@ -162,6 +163,7 @@ def measure(
     clock: Callable[[], float] = time.perf_counter,
 ) -> HostPrices:
     """The host's prices on this machine; a second or two."""
+    watched = Window()
     with torch.random.fork_rng():
         torch.manual_seed(0)
         one, other = _tiny(), _tiny()
@@ -173,7 +175,7 @@ def measure(
         _sample(target, same if agrees else another, gamma, width, rounds, clock)
         for gamma, width, agrees in forests
     ]
-    return fitted(samples, f"measured {time.strftime('%Y-%m-%d %H:%M')}")
+    return fitted(samples, measured_now(watched.share()))
 
 
 def _tiny() -> Any:

@@ -16,7 +16,8 @@ from dsbd_cli.decoding import HfTreeModel
 from dsbd_cli.loading import processor
 from dsbd_cli.loading.hardware import NumberFormat
 from dsbd_cli.loading.ready.pair import plain_config
-from dsbd_cli.prices.probe import Probe, quick
+from dsbd_cli.others import Window
+from dsbd_cli.prices.probe import Probe, measured_now, quick
 from dsbd_cli.prices.table import Curve, Prices
 from dsbd_cli.version import __version__
 
@@ -26,7 +27,7 @@ COUNTS = (1, 16, 4, 32, 8, 64, 2, 128, 256)
 BUDGET = 1.2  # seconds
 _ROUNDS = 12
 # The slower half of the times of a quiet machine lies within this much of the quicker half.
-_BUSY = 1.5
+_UNEVEN = 1.5
 
 
 def facts_of(target: HfTreeModel, draft: HfTreeModel | None) -> dict[str, Any]:
@@ -71,6 +72,7 @@ def measure(
     budget: float = BUDGET,
     clock: Callable[[], float] = time.perf_counter,
     origin: str | None = None,
+    window: Callable[[], Window] = Window,
 ) -> Prices:
     """The prices of a pair; both trees are started anew, so a prompt must be prefilled afterwards.
 
@@ -83,8 +85,9 @@ def measure(
         budget: seconds; the first two counts are measured whatever they take.
         clock: seconds.
         origin: in words; None says when, and whether the machine was busy.
+        window: begins to watch what other processes take of the cores.
     """
-    begin = clock()
+    begin, watched = clock(), window()
     probes = [Probe(model, clock) for model in (target, draft) if model is not None]
     counts = tuple(count for count in counts if all(probe.holds(count) for probe in probes)) or (1,)
     warm: list[list[float]] = []
@@ -103,7 +106,8 @@ def measure(
     curves = [Curve.fitted({count: quick(all_) for count, all_ in curve.items()}) for curve in times]
     layer = quick(sorted(probes[0].layers))
     if origin is None:
-        origin = f"measured {time.strftime('%Y-%m-%d %H:%M')}"
-        if any(statistics.median(all_) > _BUSY * quick(all_) for curve in times for all_ in curve.values()):
-            origin += " on a busy machine (dsbd doctor --measure does it anew)"
+        uneven = any(
+            statistics.median(all_) > _UNEVEN * quick(all_) for one in times for all_ in one.values()
+        )
+        origin = measured_now(watched.share(), uneven=uneven)
     return Prices(curves[0], curves[1] if draft is not None else None, layer, origin)

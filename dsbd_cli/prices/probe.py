@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import statistics
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from dsbd_cli.decoding import HfTreeModel, LogitsProcessor, Node, SeededSampler, Trie
+from dsbd_cli.others import took
 
 _PROMPT = 64
 _LAYER = 8  # nodes of a layer of the measured forests
@@ -16,6 +18,23 @@ _DRAWS = 4
 def quick(times: Sequence[float]) -> float:
     """The median of the quicker half of ascending times."""
     return statistics.median(times[: (len(times) + 1) // 2])
+
+
+def measured_now(others: float | None, *, uneven: bool = False) -> str:
+    """Where numbers come from that were measured just now: when, and whether the machine was busy.
+
+    Args:
+        others: part of the cores' time that other processes took meanwhile, None where unknown. Steady work slows
+            all times alike, so that none stands out.
+        uneven: times differ as work that comes and goes makes them.
+    """
+    when = f"measured {time.strftime('%Y-%m-%d %H:%M')}"
+    said = took(others)
+    if said is None and not uneven:
+        return when
+    return (
+        f"{when} on a busy machine ({'' if said is None else said + '; '}dsbd doctor --measure does it anew)"
+    )
 
 
 class Probe:

@@ -8,6 +8,7 @@ beams; on a narrow one the charts stand below each other. Text of the model reac
 from __future__ import annotations
 
 import itertools
+import textwrap
 from dataclasses import dataclass
 
 from rich.console import Console, Group, RenderableType
@@ -49,7 +50,9 @@ def frame(shot: Snapshot, console: Console, width: int, height: int, unicode: bo
     """The picture: at most `height` rows of `width` columns."""
     marks = Marks(unicode)
     head = [_title(shot, width, marks), _prompt(shot, width, marks)]
-    foot = [_cut(Text(f"! {one_line(note, unicode)}", style="yellow"), width) for note in shot.notes]
+    foot = [
+        _shortened(Text(f"! {one_line(note, unicode)}", style="yellow"), width, marks) for note in shot.notes
+    ]
     foot += _speed(shot, width, 2 if height >= 16 else 1, marks)
     free = height - len(head) - len(foot) - 1
     rest: list[RenderableType] = []
@@ -74,13 +77,21 @@ def _cut(line: Text, width: int) -> Text:
     return line
 
 
+def _shortened(line: Text, width: int, marks: Marks) -> Text:
+    """One row of it, which says where it is cut."""
+    if line.cell_len > width:
+        line.truncate(max(0, width - len(marks.more)), overflow="crop")
+        line.append(marks.more)
+    return _cut(line, width)
+
+
 def _title(shot: Snapshot, width: int, marks: Marks) -> Text:
     line = Text.assemble(("dsbd ", _BOLD), one_line(shot.models, marks.unicode))
     method = one_line(shot.method, marks.unicode)
     gap = width - line.cell_len - len(method)
     line.append(" " * gap if gap >= 2 else marks.dot)
     line.append(method, _HEAD)
-    return _cut(line, width)
+    return _shortened(line, width, marks)
 
 
 def _prompt(shot: Snapshot, width: int, marks: Marks) -> Text:
@@ -168,7 +179,7 @@ def _acceptance(shot: Snapshot, width: int, rows: int, marks: Marks) -> list[Tex
         shade = bar(rate or 0.0, max(0, width - line.cell_len), marks.unicode)
         lines.append(line.append(shade, _GOOD))
     if not shot.by_depth:
-        lines.append(Text("nothing drafted yet", style=_DIM))
+        lines += [Text(line, style=_DIM) for line in textwrap.wrap(shot.undrafted, max(1, width))]
     return lines
 
 

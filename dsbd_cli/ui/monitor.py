@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from dsbd_cli.decoding import Event, Iteration, Layer, Node, Notice, Prefilled, Text, common_ancestor
 from dsbd_cli.setting_text import describe
-from dsbd_cli.tally import Tally, ratio
+from dsbd_cli.settings import DRAFTING
+from dsbd_cli.tally import NO_FOREST_PAYS, Tally, ratio
 from dsbd_cli.ui.charts import counts, resample
 from dsbd_cli.ui.snapshot import POINTS, LiveBeam, Series, Snapshot
 
@@ -126,6 +127,7 @@ class Monitor:
             beams=self._beams(),
             acceptance=_series(self._rates, self._acceptance()),
             by_depth=[ratio(accepted, examined) for examined, accepted in self._tally.by_depth],
+            undrafted=self._undrafted(),
             drawn=_series(drawn),
             distinct=_series(distinct),
             histogram=[list(pair) for pair in counts(self._tally.widths)],
@@ -139,6 +141,17 @@ class Monitor:
             kv_bytes=size,
             notes=self.notes[-3:],
         )
+
+    def _undrafted(self) -> str:
+        """Why there is no drafted layer to show."""
+        settings = self._settings
+        if settings.method not in DRAFTING:
+            return f"method {settings.method} drafts nothing"
+        if settings.method != "specinfer" and settings.gamma == 0:
+            return "gamma 0 drafts nothing"
+        adaptive = settings.method != "specinfer" and settings.forest == "adaptive"
+        # A full forest begins with the first iteration; of an adaptive one prices decide.
+        return NO_FOREST_PAYS if adaptive and self._calls else "nothing drafted yet"
 
     def _acceptance(self) -> float | None:
         examined = sum(pair[0] for pair in self._tally.by_depth)

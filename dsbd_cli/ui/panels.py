@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from dsbd_cli.decoding import Event, Finished
 from dsbd_cli.errors import Stopped
 from dsbd_cli.result import Result
+from dsbd_cli.tally import NO_FOREST_PAYS
 from dsbd_cli.ui.look import panel_stream, unicode_terminal
 from dsbd_cli.ui.monitor import Monitor
 from dsbd_cli.ui.painter import Painter
@@ -50,6 +51,8 @@ def show(events: Iterable[Event], decoder: Decoder, prompt_text: str) -> Result:
             Out().write(monitor.confirmed + monitor.contested() + "\n")
     Out().write(result.text + "\n")
     note(summary(result, room()))
+    if NO_FOREST_PAYS in result.stats.notes:
+        note(NO_FOREST_PAYS)
     return result
 
 

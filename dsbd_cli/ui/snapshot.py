@@ -37,6 +37,7 @@ class Snapshot:
         confirmed: the tail of the text that is never taken back.
         contested: what the best beam says after it.
         acceptance: accepted / examined drafts per iteration. by_depth: rate per layer of the forest.
+        undrafted: what stands there while there is no such layer.
         drawn, distinct: width per committed layer, and distinct sequences in it.
         histogram: [width, layers of that width] over drawn widths.
         layers_per_call: committed layers per target call.
@@ -55,6 +56,7 @@ class Snapshot:
     beams: list[LiveBeam] = field(default_factory=list)
     acceptance: Series = field(default_factory=Series)
     by_depth: list[float | None] = field(default_factory=list)
+    undrafted: str = "nothing drafted yet"
     drawn: Series = field(default_factory=Series)
     distinct: Series = field(default_factory=Series)
     histogram: list[list[int]] = field(default_factory=list)

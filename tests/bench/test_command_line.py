@@ -225,9 +225,10 @@ def test_hostile_answers_leave_the_data_byte_identical_and_the_score_repeatable(
     ("arguments", "words"),
     [
         (["--dataset", "nope"], "neither spider"),
-        (["run"], "Missing option"),
+        (["run"], "--dataset is missing: spider, squad, mt-bench"),
         (["--dataset", "spider", "--methods", "dsbd,beem"], "did you mean beam"),
         (["--dataset", "spider", "--methods", "beam", "--target", "./typo"], "typo"),
+        (["--dataset", "squad", "--methods", "beam,dsbd", "--baseline", "baem"], "did you mean beam"),
         (["--dataset", "spider", "--methods", "beam", "--tensor-parallel", "2"], "torchrun"),
         (
             ["--dataset", "spider", "--methods", "beam", "--batch", "none"],

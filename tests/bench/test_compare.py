@@ -81,7 +81,7 @@ def test_one_arm_against_another(tmp_path):
 def test_other_machines_and_prompts_are_told(tmp_path):
     one, two = run(tmp_path / "one"), run(tmp_path / "two")
     there = json.loads((two / "run.json").read_text())
-    there["sessions"][0]["threads"] = 99
+    there["sessions"][0] |= {"threads": 99, "others": 0.4}
     (two / "run.json").write_text(json.dumps(there))
     lines = [json.loads(line) for line in (two / "results.jsonl").read_text().splitlines()]
     for line in lines:
@@ -90,6 +90,7 @@ def test_other_machines_and_prompts_are_told(tmp_path):
     notes = " ".join(compare_runs(one, two).notes)
     assert "the machines differ in threads" in notes
     assert "the prompts differ" in notes
+    assert "other processes took 40% of the cores' time" in notes
 
 
 def test_what_cannot_be_compared_is_refused(tmp_path):
@@ -224,7 +225,7 @@ def test_results_from_before_groups_and_loads_were_kept_are_still_read(tmp_path)
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     path.write_text("".join(json.dumps({k: v for k, v in r.items() if k != "group"}) + "\n" for r in lines))
     there = json.loads((folder / "run.json").read_text())
-    for name in ("load", "load_at_end", "usable_cores"):
+    for name in ("load", "load_at_end", "others", "usable_cores"):
         there["sessions"][0].pop(name)
     (folder / "run.json").write_text(json.dumps(there))
     write_report([folder])

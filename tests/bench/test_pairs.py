@@ -91,7 +91,12 @@ def test_unlike_sessions_and_busy_machines_are_told():
     assert warnings([SESSION, SESSION], [0, 1]) == []
     assert warnings([SESSION, {**SESSION, "threads": 1}], [0]) == []  # nothing was answered in the other
     assert "threads (2; 1)" in warnings([SESSION, {**SESSION, "threads": 1}], [0, 1])[0]
-    assert "load average 3.1 on 4 cores" in warnings([{**SESSION, "load": 3.1}], [0])[0]
+    assert "load average of 3.1 on 4 cores" in warnings([{**SESSION, "load": 3.1}], [0])[0]
+    # What others took meanwhile was measured: what this machine did before is no matter.
+    assert warnings([{**SESSION, "load": 3.1, "others": 0.02}], [0]) == []
+    assert "other processes took 40%" in warnings([{**SESSION, "load": 0.0, "others": 0.4}], [0])[0]
+    assert alike({**SESSION, "load": 3.1, "others": 0.02}, {**SESSION, "others": 0.03})
+    assert not alike({**SESSION, "others": 0.5}, {**SESSION, "others": 0.03})
     old = {name: value for name, value in SESSION.items() if name != "load"}
     assert warnings([old], [0]) == []
     assert alike(old, SESSION)
@@ -101,7 +106,7 @@ def test_a_session_records_its_load_threads_and_cores(tmp_path):
     made = plan(tmp_path / "out", methods="beam", limit=2)
     run_bench(made, open_backend=lambda *_: FakeBackend(), prompter=prompter(made))
     (session,) = json.loads((tmp_path / "out" / "run.json").read_text())["sessions"]
-    for name in ("load", "load_at_end", "threads", "cores", "usable_cores"):
+    for name in ("load", "load_at_end", "others", "threads", "cores", "usable_cores"):
         assert session[name] is None or session[name] >= 0
     assert session["threads"] >= 1
 

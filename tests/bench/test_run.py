@@ -339,6 +339,56 @@ def test_a_drafting_arm_without_a_draft_is_refused(tmp_path):
         make_plan(Options("spider", methods="beam,dsbd"), Chosen(None, {"target": "t"}, {}))
 
 
+def test_a_baseline_that_is_no_arm_is_refused_at_once(tmp_path):
+    with pytest.raises(UserError, match=r"--baseline dsdb is no arm of this run \(did you mean dsbd\?\)"):
+        plan(tmp_path / "out", methods="beam,dsbd", baseline="dsdb")
+    # Nobody named one: that is worth a line, and no reason to stop.
+    made = plan(tmp_path / "out", methods="multinomial,dsbd")
+    assert any("speeds are compared with nothing: beam is no arm" in note for note in made.notes)
+    assert not any("compared with nothing" in note for note in plan(tmp_path / "out").notes)
+    # A run that goes on in its folder has the arms of its earlier sessions too.
+    run(plan(tmp_path / "out", methods="beam,dsbd", limit=2))
+    made = plan(tmp_path / "out", methods="multinomial", baseline="dsbd", limit=2)
+    run(made)
+    arms = json.loads((tmp_path / "out" / "summary.json").read_text())["runs"][0]["arms"]
+    assert arms["multinomial"]["against_baseline"]["speed"]["items"] == 2
+
+
+def test_ratings_that_nobody_will_give_are_told_at_the_start(tmp_path):
+    told = [note for note in plan(tmp_path / "out", dataset="mt-bench").notes if "nobody rates" in note]
+    assert len(told) == 1
+    assert "--judge-url and --judge-model" in told[0]
+    assert "dsbd bench judge" in told[0]
+    bare = tmp_path / "mine.jsonl"
+    bare.write_text('{"prompt": "hi"}\n')
+    assert any("holds no references" in note for note in plan(tmp_path / "out", dataset=str(bare)).notes)
+    bare.write_text('{"prompt": "hi", "references": ["ho"]}\n')
+    assert not any("references" in note for note in plan(tmp_path / "out", dataset=str(bare)).notes)
+    judged = plan(tmp_path / "out", dataset="mt-bench", judge_url="http://x/v1", judge_model="m")
+    assert not any("nobody rates" in note for note in [*judged.notes, *plan(tmp_path / "out").notes])
+
+
+def test_arms_that_drafted_nothing_are_named(tmp_path):
+    class Undrafted(FakeBackend):
+        def answer(self, arm, prompt_ids, seed):
+            found = super().answer(arm, prompt_ids, seed)
+            if arm.name in ("beam", "dsbd"):
+                found.stats |= {"draft_calls": 0, "drafts_examined": 0, "accepted_by_depth": []}
+            return found
+
+    made = plan(tmp_path / "out", methods="beam,dsbd,dsbd:paper", limit=2)
+    run(made, Undrafted())
+    (summary,) = json.loads((tmp_path / "out" / "summary.json").read_text())["runs"]
+    words = "nothing drafted: by the prices of this machine no forest pays here"
+    assert [note for note in summary["warnings"] if words in note] == [
+        f"dsbd: {words} (--forest full drafts anyway)"
+    ]
+    for name, settings in (("full", {"forest": "full"}), ("none", {"gamma": 0})):
+        run(plan(tmp_path / name, methods="beam,dsbd", limit=2, settings=settings), Undrafted())
+        (summary,) = json.loads((tmp_path / name / "summary.json").read_text())["runs"]
+        assert words not in " ".join(summary["warnings"])
+
+
 def test_gold_that_fails_is_left_out_and_told(tmp_path, sample_spider, capsys):
     import shutil
 
@@ -350,3 +400,23 @@ def test_gold_that_fails_is_left_out_and_told(tmp_path, sample_spider, capsys):
     assert read_run(tmp_path / "out")["data"]["skipped"] == {"gold query fails": 1}
     assert "nowhere" in capsys.readouterr().err
     assert len(read_results(tmp_path / "out")) == 64
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+def test_what_is_done_between_answers_is_told_too(tmp_path, monkeypatch, batch):
+    from dsbd_cli.bench.progress import BenchProgress
+
+    told: list[str] = []
+    monkeypatch.setattr(BenchProgress, "stage", lambda self, text: told.append(text))
+
+    class Watched(FakeBackend):
+        def logprob(self, prompt_ids, token_ids):
+            assert "log-probability" in told[-1]
+            return super().logprob(prompt_ids, token_ids)
+
+        def answer(self, arm, prompt_ids, seed):
+            assert "log-probability" not in told[-1]
+            return super().answer(arm, prompt_ids, seed)
+
+    run(plan(tmp_path / "out", dataset="mt-bench", limit=2, batch=batch), Watched())
+    assert sum("log-probability" in text for text in told) >= 4

@@ -41,7 +41,7 @@ def test_a_preset_is_written_and_can_be_used(dsbd: Call, options: list[str], tmp
     assert (tmp_path / "mine.yaml").read_bytes() == before
     forced = dsbd("tune", prompts, *options, "--force", "--json")
     assert forced.code == 0, forced.err
-    assert {"preset", "best", "trials"} == forced.json.keys()
+    assert {"preset", "best", "verdict", "trials"} == forced.json.keys()
     assert not [path for path in tmp_path.iterdir() if path.name.endswith(".tmp")]
     # The doctor shows the prices that were measured on the way.
     report = json.loads(dsbd("doctor", "--json").text)
@@ -72,3 +72,15 @@ def test_what_cannot_be_is_refused_before_anything_is_loaded(
 
 def test_stdin_without_a_prompt_is_refused_where_it_is_named(dsbd: Call, options: list[str]) -> None:
     dsbd("tune", "-", *options, stdin=b"\n\n").refused("stdin")
+
+
+def test_a_narrow_terminal_breaks_between_words() -> None:
+    from dsbd_cli.cli.tune import _table
+    from dsbd_cli.settings import Settings
+    from dsbd_cli.tune.search import Answer, Outcome, Trial
+
+    one = Trial(Settings(forest="full"), 10.0, [Answer(10, 1.0, -5.0)])
+    wide, narrow = (_table(Outcome(one, [one], one), columns) for columns in (None, 60))
+    assert max(map(len, narrow.splitlines())) <= 60
+    assert narrow.split() == wide.split()
+    assert len(wide.splitlines()) == 2

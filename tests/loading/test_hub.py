@@ -178,10 +178,42 @@ def test_unreachable_hub_is_said_without_retries(hub_cache, monkeypatch):
     assert time.perf_counter() - begin < 1
 
 
+def test_what_to_do_without_the_hub_is_said_for_all_that_is_missing(hub_cache, tmp_path, monkeypatch):
+    rand(tmp_path / "m")
+    put_into_cache(hub_cache, "org/there", tmp_path / "m")
+    pairs = {
+        ("org/name", None): ("target org/name", "hf download org/name", "the folder,"),
+        ("org/name", "org/little"): (
+            "target org/name and draft org/little",
+            "hf download MODEL",
+            "the folders,",
+        ),
+        ("org/there", "org/little"): ("draft org/little", "hf download org/little", "the folder,"),
+        ("org/name", "org/there"): ("target org/name", "hf download org/name", "the folder,"),
+        (str(tmp_path / "m"), "org/little"): ("draft org/little", "hf download org/little", "the folder,"),
+    }
+    answers(monkeypatch, ConnectionError("Name or service not known"))
+    for (target, draft), (names, fetch, folders) in pairs.items():
+        with pytest.raises(UserError) as refused:
+            load_pair(PairSpec(target, draft))
+        said = str(refused.value)
+        assert said.startswith(f"{names}: no such folder here"), said
+        assert f"where there is a network ({fetch} --local-dir FOLDER) and name {folders}" in said
+        assert said.endswith("or take --preset smol, which needs no hub")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    both = r"^target org/name and draft org/little are not in .*: unset it to download them, or name local folders$"
+    with pytest.raises(UserError, match=both):
+        load_pair(PairSpec("org/name", "org/little"))
+    with pytest.raises(
+        UserError, match=r"^draft org/little is not in .* download the model, or name a local folder$"
+    ):
+        load_pair(PairSpec("org/there", "org/little"))
+
+
 @pytest.mark.parametrize("error", [ConnectionError("down"), "GatedRepoError"])
 def test_a_cached_model_serves_when_the_hub_does_not(hub_cache, tmp_path, monkeypatch, error):
     rand(tmp_path / "m")
     put_into_cache(hub_cache, "org/name", tmp_path / "m")
     answers(monkeypatch, hub_error(error) if isinstance(error, str) else error)
-    assert hub.only_cached("org/name", None, "target")
+    assert hub.only_cached(hub.Asked("target", "org/name", None))
     assert load_pair(PairSpec("org/name")).vocab_size == 259

@@ -66,6 +66,16 @@ class Model:
         assert len(list(leaves)) == 1
 
 
+class Watched:
+    """A window in which others took so much of the cores' time."""
+
+    def __init__(self, share: float | None) -> None:
+        self._share = share
+
+    def share(self) -> float | None:
+        return self._share
+
+
 TARGET = Curve((1, 16, 64, 256), (20.0, 25.0, 60.0, 240.0))
 DRAFT = Curve((1, 16, 256), (2.0, 3.0, 30.0))
 
@@ -78,6 +88,7 @@ def measured(
         Model(machine, role, curve, 0.25, room)
         for role, curve in zip(("target", "draft"), curves, strict=True)
     ]
+    given = {"window": lambda: Watched(0.0), **given}
     return measure(*models, clock=machine, **given), models  # type: ignore[arg-type]
 
 
@@ -96,6 +107,14 @@ def test_the_price_list_of_the_machine_is_found(seed: int | None) -> None:
 
 def test_a_busy_machine_is_said_to_be_one() -> None:
     assert "on a busy machine" in measured(Machine(0, often=0.6), budget=20.0)[0].origin
+
+
+@pytest.mark.parametrize(("share", "busy"), [(None, False), (0.05, False), (0.61, True)])
+def test_steady_work_of_others_is_marked_though_it_slows_all_times_alike(
+    share: float | None, busy: bool
+) -> None:
+    origin = measured(Machine(), budget=5.0, window=lambda: Watched(share))[0].origin
+    assert ("on a busy machine (other processes took 61% of the cores' time; dsbd doctor" in origin) is busy
 
 
 @pytest.mark.parametrize("scale", [0.01, 1, 10, 100])

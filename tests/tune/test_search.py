@@ -12,7 +12,7 @@ from dsbd_cli.decoding import Iteration, Layer, Node
 from dsbd_cli.prices import Acceptance, Curve, Prices, distinct_beams
 from dsbd_cli.settings import Settings
 from dsbd_cli.tune.counts import Counts
-from dsbd_cli.tune.search import Answer, Seen, candidates, predict, tune
+from dsbd_cli.tune.search import Answer, Seen, Trial, candidates, predict, quicker, tune
 
 CARD = Prices(Curve((1, 64, 128, 256), (4.1, 4.5, 4.8, 6.8)), Curve((1, 128), (0.35, 0.4)))
 LAPTOP = Prices(Curve((1, 4, 8, 16, 32), (20.0, 24.0, 31.0, 46.0, 76.0)), Curve((1, 16), (2.5, 5.0)), 0.3)
@@ -76,6 +76,47 @@ def test_the_best_is_found_within_five_percent(machine: str, right: float, quick
         assert bench.rate(found.best.settings) > 0.95 * best
         assert bench.rate(found.best.settings) > 0.97 * bench.rate(base.merged({"method": "beam"}))
         assert len(set(bench.asked)) <= (6 if quick else 10)
+
+
+class Same(Simulated):
+    """A machine on which nothing pays: every setting takes as long, up to noise, and writes the same text."""
+
+    def look(self, settings: Settings) -> Seen:
+        seen = super().look(settings)
+        never = tuple((0.0,) * len(layer) for layer in seen.acceptance.passes)
+        return seen._replace(acceptance=Acceptance(seen.acceptance.widths, never, seen.acceptance.nodes, 1.8))
+
+    def answer(self, settings: Settings, prompt: int) -> Answer:
+        return Answer(40, 2.0 * self._off(0.15), -20.0)
+
+
+@pytest.mark.parametrize("quick", [False, True])
+def test_noise_moves_nobody_from_the_settings_given(quick: bool) -> None:
+    kept, ahead = 0, 0
+    for seed in range(40):
+        found = tune(Same(DEAR, pair(1.0), seed), Settings(), quick=quick)
+        kept += found.best is found.base
+        ahead += found.trials[0] is not found.base
+    assert ahead > 20  # one of several is nearly always ahead
+    assert kept == 40
+
+
+def test_a_difference_is_shown_by_answers_and_not_by_promises_alone() -> None:
+    def trial(predicted: float, *seconds: float) -> Trial:
+        return Trial(Settings(), predicted, [Answer(10, one, -1.0) for one in seconds])
+
+    base = trial(10.0, *[1.0] * 2)
+    assert quicker(trial(12.0, 0.9, 0.8), base)
+    assert not quicker(trial(12.0, 0.9, 1.1), base)
+    assert not quicker(trial(10.1, 0.9, 0.8), base)  # promised nothing, and two answers are few
+    base = trial(10.0, *[1.0] * 6)
+    assert quicker(trial(12.0, 1.1, *[0.9] * 5), base)
+    assert not quicker(trial(12.0, 1.1, 1.1, *[0.9] * 4), base)
+    assert not quicker(trial(10.0, *[0.9] * 6), base)
+    base = trial(10.0, *[1.0] * 8)
+    assert quicker(trial(10.0, *[0.9] * 8), base)
+    assert not quicker(trial(10.0, 1.1, *[0.9] * 7), base)
+    assert not quicker(trial(12.0), trial(10.0))
 
 
 def test_the_law_stays_where_nothing_may_be_lost() -> None:

@@ -8,6 +8,7 @@ from rich.cells import cell_len
 from rich.console import Console
 
 from dsbd_cli.decoding.tree.events import Finished
+from dsbd_cli.settings import Settings
 from dsbd_cli.ui.frame import frame, kilo
 from dsbd_cli.ui.monitor import Monitor
 from dsbd_cli.ui.snapshot import LiveBeam, Snapshot
@@ -100,3 +101,36 @@ def test_a_long_answer_shows_its_end() -> None:
 )
 def test_kilo(value: int | None, expected: str) -> None:
     assert kilo(value, "B") == expected
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        (Settings(), "by the prices of this machine no forest pays here (--forest full drafts anyway)"),
+        (Settings(gamma=0), "gamma 0 drafts nothing"),
+        (Settings(method="beam"), "method beam drafts nothing"),
+    ],
+)
+@pytest.mark.parametrize("width", [40, 80, 120])
+def test_why_nothing_is_drafted_is_said_while_it_is_so(settings: Settings, words: str, width: int) -> None:
+    monitor = Monitor(FakeDecoder(settings), "hi")  # type: ignore[arg-type]
+    for event in stream(FakeDecoder(Settings(gamma=0)), 12):
+        if not isinstance(event, Finished):
+            monitor.see(event)
+    lines = plain(draw(monitor.snapshot(), width, 40))
+    # The words stand in the left half, over some rows.
+    left = " ".join(line[: width // 2].strip() if width >= 56 else line.strip() for line in lines)
+    assert words in " ".join(left.split())
+
+
+@pytest.mark.parametrize("unicode", [True, False])
+def test_what_is_cut_says_so(unicode: bool) -> None:
+    shot = Snapshot(
+        models="A-long-target-1.7B + a-draft", method="dsbd cover, width 4, gamma 4", notes=["no " * 40]
+    )
+    for width in (50, 40, 20):
+        lines = plain(draw(shot, width, 20, unicode))
+        end = "…" if unicode else "..."
+        assert lines[0].endswith(end)
+        assert next(line for line in lines if line.startswith("!")).endswith(end)
+    assert plain(draw(shot, 80, 20, unicode))[0].endswith("gamma 4")
