@@ -88,6 +88,10 @@ METHODS = {
     "kv one": {"verify": "cover", "kv": "one", "threshold": None},
     "speculative": {"method": "speculative"},
     "specinfer": {"method": "specinfer"},
+    "specinfer, wide": {"method": "specinfer", "tree": (4, 2, 1, 1)},
+    "specinfer, many nodes": {"method": "specinfer", "tree": (5, 4, 3)},  # by the host
+    "spectr": {"method": "specinfer", "tree": (3, 2), "tree_rule": "spectr"},
+    "rsd": {"method": "specinfer", "tree": (3, 2, 1), "tree_rule": "rsd"},
     "deterministic": {"method": "dsbd", "deterministic": True},
     "deterministic beam": {"method": "beam", "deterministic": True},
     "no top-k": {"verify": "cover", "top_k": 0, "threshold": None},

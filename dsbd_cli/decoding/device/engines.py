@@ -22,6 +22,9 @@ from dsbd_cli.decoding.device.law_torch import TorchLaw
 from dsbd_cli.decoding.device.layout import CoverLayout
 from dsbd_cli.decoding.device.pipeline import Pipeline, Seat
 from dsbd_cli.decoding.device.proposer import CapturedProposer
+from dsbd_cli.decoding.device.tree_iteration import TreeIteration
+from dsbd_cli.decoding.device.tree_layout import TreeLayout, tree_nodes
+from dsbd_cli.decoding.device.tree_pipeline import TreePipeline
 from dsbd_cli.decoding.forward.backends import on_current_device
 from dsbd_cli.decoding.forward.outcomes import CannotCapture, OutOfMemory
 from dsbd_cli.decoding.law.beam_search import candidates_kept
@@ -38,7 +41,10 @@ _MOST_ITERATIONS = 32
 # Triton's law does not take a layout, or is not there, the host has it.
 _ACCEPTS_SLOWLY = "several drafted draws a layer are accepted quicker by the host than by tensor operations"
 
-_Iteration = TypeVar("_Iteration", CoverIteration, DraftIteration)
+# Places of a token tree, all computed in every iteration, whatever is drawn there.
+_MOST_TREE_NODES = 64
+
+_Iteration = TypeVar("_Iteration", CoverIteration, DraftIteration, TreeIteration)
 
 
 @dataclass(frozen=True)
@@ -77,7 +83,7 @@ class Engines:
 
     def __init__(self) -> None:
         self.notes: list[str] = []
-        self._iterations: dict[tuple[Any, ...], CoverIteration | DraftIteration] = {}
+        self._iterations: dict[tuple[Any, ...], CoverIteration | DraftIteration | TreeIteration] = {}
         # (kind, target, draft) of what cannot be captured, and why.
         self._refused: dict[tuple[Any, ...], str] = {}
 
@@ -112,6 +118,8 @@ class Engines:
         ]
         if min(limits, default=gamma + 2) < gamma + 2:
             return None, "a context is shorter than the positions that a capture runs through"
+        if demand.tree:
+            return self._tree_pipeline(target, draft, demand, eos)
         ours, theirs = target.side(), None if draft is None else draft.side()
         greedy, support, distinct = demand.processor.greedy, demand.processor.top_n, demand.distinct
         sizes = 1, demand.width, draft_width, gamma, *_layers(demand, eos, ours, theirs)
@@ -131,6 +139,29 @@ class Engines:
         stopped = self._stopped(key)
         return Pipeline(iteration, target.clock, stopped), type(iteration.law).__name__
 
+    def _tree_pipeline(
+        self, target: HfTreeModel, draft: HfTreeModel | None, demand: Demand, eos: tuple[int, ...]
+    ) -> tuple[Pipeline | None, str]:
+        """`_pipeline` for token trees."""
+        if draft is None:
+            return None, "nothing is drafted"
+        if tree_nodes(demand.tree) > _MOST_TREE_NODES:
+            return None, f"the host drafts token trees of more than {_MOST_TREE_NODES} nodes"
+        key = "pipelined", target, draft
+        ours, theirs, law = target.side(), draft.side(), quickest_law(target.device)
+        layout = TreeLayout.of(demand.tree, ours.top_n, theirs.top_n, demand.processor.top_n)
+        sizes = demand.tree, demand.tree_rule, layout.support, layout.draft_support, eos
+        iteration = self._kept(
+            ("pipelined", ours, theirs, *sizes),
+            lambda: TreeIteration(
+                ours, theirs, law, layout, demand.tree_rule, eos, target.device, target.clock
+            ),
+        )
+        if reason := self._prepared(iteration, key):
+            return None, reason
+        name = f"{type(law).__name__}, token trees by tensor operations"
+        return TreePipeline(iteration, target.clock, self._stopped(key)), name
+
     def together(
         self, target: SharedModel, draft: SharedModel | None, demand: Demand, eos: tuple[int, ...],
         top_n: tuple[int, int], lanes: int,
@@ -146,6 +177,8 @@ class Engines:
         key = "pipelined", *models
         if demand.why_not_pipelined or self._refused.get(key) or not all(top_n[: 1 if draft is None else 2]):
             return None
+        if demand.tree:
+            return None  # a tree is drawn and verified for one request at a time
         if any(model is not None and not model.captured for model in models):
             return None
         if draft is not None and (draft.model.lacks_ids or draft.model.device != target.model.device):
@@ -190,7 +223,9 @@ class Engines:
             return None, reason
         return CapturedProposer(target, draft, iteration, trie, sampler, self._stopped(key)), ""
 
-    def _prepared(self, iteration: CoverIteration | DraftIteration, key: tuple[Any, ...]) -> str:
+    def _prepared(
+        self, iteration: CoverIteration | DraftIteration | TreeIteration, key: tuple[Any, ...]
+    ) -> str:
         """Capture `iteration` now; why that is not possible, or nothing."""
         try:
             iteration.prepare()

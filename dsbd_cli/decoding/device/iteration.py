@@ -19,7 +19,7 @@ from torch import Tensor
 
 from dsbd_cli.decoding.cache.tree_cache import Reservation, TreeCache
 from dsbd_cli.decoding.device.law import DeviceLaw
-from dsbd_cli.decoding.device.layout import CoverLayout, Field
+from dsbd_cli.decoding.device.layout import CoverLayout, Field, Sizes
 from dsbd_cli.decoding.device.steps import Nodes, forward_many
 from dsbd_cli.decoding.forward.capture import Captures, InFlight, OverlapClock, slots_to_see
 from dsbd_cli.decoding.law.distribution import Support
@@ -40,7 +40,7 @@ class Space(NamedTuple):
     trees: tuple[TreeCache, TreeCache | None]
 
     @classmethod
-    def of(cls, layout: CoverLayout, target: TreeCache, draft: TreeCache | None) -> Space:
+    def of(cls, layout: Sizes, target: TreeCache, draft: TreeCache | None) -> Space:
         """Reserve what one request's iteration needs."""
         return cls(
             target.reserve(layout.nodes),
@@ -54,6 +54,92 @@ class Space(NamedTuple):
         target.release(self.target)
         if draft is not None and self.draft is not None:
             draft.release(self.draft)
+
+
+class AheadIteration:
+    """Runs iterations of R requests for one pair, or for a target alone; a subclass says what they do.
+
+    Args:
+        target: captured. draft: likewise on the same device; None: nothing is drafted.
+        law: what is computed between the forwards.
+        layout: R and the sizes of every request.
+        clock: the target's.
+    """
+
+    def __init__(
+        self, target: Side, draft: Side | None, law: DeviceLaw, layout: Sizes, device: torch.device,
+        clock: OverlapClock,
+    ) -> None:  # fmt: skip
+        self.target, self.draft, self.law, self.layout = target, draft, law, layout
+        # Two in flight: one that the host waits for and the one behind it.
+        self.captures = Captures(device, clock, turns=2)
+        # Where an iteration finds its beams and what the one before it knew, and where it leaves the next ones.
+        size = layout.requests, layout.state_size + layout.memory_size
+        self._before, self._behind = torch.zeros((2, *size), dtype=torch.long, device=device)
+        self._state, self._memory = self._before.split([layout.state_size, layout.memory_size], 1)
+        self._after, self._left = self._behind.split([layout.state_size, layout.memory_size], 1)
+
+    @torch.inference_mode()
+    def prepare(self) -> None:
+        """Capture the CUDA graph now, so that no request pays for it later.
+
+        Raises:
+            CannotCapture, OutOfMemory: as `launch`.
+        """
+        key = self._key([])
+        if key not in self.captures:
+            self.captures.run(
+                key, self._packed([None] * self.layout.requests), lambda request: self._steps(request, *key)
+            )
+
+    @torch.inference_mode()
+    def launch(self, sent: Sequence[Any]) -> InFlight:
+        """Launch one iteration of R requests, None for a place that nobody has; waits for nothing.
+
+        Raises:
+            CannotCapture, OutOfMemory: it is not in flight.
+        """
+        self._before.copy_(self._behind)
+        key = self._key([request.space for request in sent if request is not None])
+        return self.captures.launch(key, self._packed(sent), lambda block: self._steps(block, *key))
+
+    def wait(self, flight: InFlight, wanted: Sequence[bool] | None = None) -> list[Any]:
+        """Wait for an iteration; what came back of each request, None where it is not wanted."""
+        raise NotImplementedError
+
+    def state_of(
+        self, tokens: list[int], scores: list[float], rows: list[int], draft_rows: list[int], position: int
+    ) -> np.ndarray:
+        """A state to start from, int64 [state_size], of at most W beams whose parents both models have computed.
+
+        Args:
+            tokens, scores: of the beams, the score their log weight.
+            rows, draft_rows: their parents' mask rows in either tree; `draft_rows` empty without a draft.
+            position: of the beams' tokens.
+        """
+        raise NotImplementedError
+
+    def _packed(self, sent: Sequence[Any]) -> Tensor:
+        """The request block, int64 [R, size]; None in `sent` for a place that nobody has."""
+        raise NotImplementedError
+
+    def _steps(self, request: Tensor, sees: int, draft_sees: int = 0) -> list[Tensor]:
+        """What is captured: from the request block to the outcome, int64 [R, size]."""
+        raise NotImplementedError
+
+    def _key(self, spaces: Sequence[Space]) -> tuple[int, ...]:
+        """KV lengths that a capture looks at; nothing else of an iteration changes."""
+        sides = [side for side in (self.target, self.draft) if side is not None]
+        self.captures.valid_for(*(side.stores.pointers() for side in sides))
+        seen = []
+        for i, side in enumerate(sides):
+            if side.tree is None:
+                seen.append(side.stores.masks.table.shape[1])
+                continue
+            trees = [tree for space in spaces if (tree := space.trees[i]) is not None] or [side.tree]
+            used = max(tree.slots.used for tree in trees)
+            seen.append(slots_to_see(side.forward, used, side.stores.cache.capacity))
+        return tuple(seen)
 
 
 class DraftedLayer(NamedTuple):
@@ -127,65 +213,34 @@ class Sent:
     draft_uniforms: np.ndarray | None = None
 
 
-class CoverIteration:
+class CoverIteration(AheadIteration):
     """Runs iterations of R requests for one pair, or for a target alone.
 
     Args:
-        target: captured. draft: likewise on the same device; None: nothing is drafted.
-        law: what drafts and verifies between the forwards.
+        target, draft, law, clock: as in `AheadIteration`.
         layout: R and the sizes of every request; what its layers are, draws or beam search.
         greedy, support: temperature 0 and its like; entries of the joint that T looks at (top-k).
         eos_ids: draws of these are finished.
-        clock: the target's.
         distinct: a layer's draws are distinct.
     """
+
+    layout: CoverLayout
 
     def __init__(
         self, target: Side, draft: Side | None, law: DeviceLaw, layout: CoverLayout, greedy: bool, support: int,
         eos_ids: Sequence[int], device: torch.device, clock: OverlapClock, distinct: bool = False,
     ) -> None:  # fmt: skip
-        self.target, self.draft, self.law, self.layout = target, draft, law, layout
-        self._greedy, self._support, self._device = greedy, support, device
-        self._distinct = distinct
+        super().__init__(target, draft, law, layout, device, clock)
+        self._greedy, self._support, self._distinct = greedy, support, distinct
         self._eos = torch.tensor(eos_ids, dtype=torch.long, device=device)
-        # Two in flight: one that the host waits for and the one behind it.
-        self.captures = Captures(device, clock, turns=2)
-        # Where an iteration finds its beams and what the one before it knew, and where it leaves the next ones.
-        size = layout.requests, layout.state_size + layout.memory_size
-        self._before, self._behind = torch.zeros((2, *size), dtype=torch.long, device=device)
-        self._state, self._memory = self._before.split([layout.state_size, layout.memory_size], 1)
-        self._after, self._left = self._behind.split([layout.state_size, layout.memory_size], 1)
         self._state[:, layout.state.position.at] = 1  # a capture runs from here: no position is before 0
         self._nobody = self._empty()
         self._everyone = np.arange(layout.draft_width)
 
     # What the host does.
 
-    @torch.inference_mode()
-    def prepare(self) -> None:
-        """Capture the CUDA graph now, so that no request pays for it later.
-
-        Raises:
-            CannotCapture, OutOfMemory: as `launch`.
-        """
-        key = self._key([])
-        if key not in self.captures:
-            block = torch.from_numpy(np.repeat(self._nobody[None], self.layout.requests, 0))
-            self.captures.run(key, block, lambda request: self._steps(request, *key))
-
-    @torch.inference_mode()
-    def launch(self, sent: Sequence[Sent | None]) -> InFlight:
-        """Launch one iteration of R requests, None for a place that nobody has; waits for nothing.
-
-        Raises:
-            CannotCapture, OutOfMemory: it is not in flight.
-        """
-        self._before.copy_(self._behind)
-        key = self._key([request.space for request in sent if request is not None])
-        return self.captures.launch(key, self._packed(sent), lambda block: self._steps(block, *key))
-
     def wait(self, flight: InFlight, wanted: Sequence[bool] | None = None) -> list[Outcome | None]:
-        """Wait for an iteration; what came back of each request, None where it is not wanted."""
+        """See `AheadIteration`."""
         block = flight.wait()
         if wanted is None:
             wanted = [True] * len(block)
@@ -230,13 +285,7 @@ class CoverIteration:
     def state_of(
         self, tokens: list[int], scores: list[float], rows: list[int], draft_rows: list[int], position: int
     ) -> np.ndarray:
-        """A state as `launch` takes it, of at most W beams whose parents both models have computed.
-
-        Args:
-            tokens, scores: of the beams, the score their log weight.
-            rows, draft_rows: their parents' mask rows in either tree; `draft_rows` empty without a draft.
-            position: of the beams' tokens.
-        """
+        """See `AheadIteration`."""
         fields, count = self.layout.state, len(tokens)
         state = np.zeros(self.layout.state_size, dtype=np.int64)
         state[fields.token.at][:count] = tokens
@@ -308,20 +357,6 @@ class CoverIteration:
             (fields.one_beam, [one.one_beam for one in rules]),
         ):  # fmt: skip
             block[rows, field.at.start] = numbers
-
-    def _key(self, spaces: Sequence[Space]) -> tuple[int, ...]:
-        """KV lengths that a capture looks at; nothing else of an iteration changes."""
-        sides = [side for side in (self.target, self.draft) if side is not None]
-        self.captures.valid_for(*(side.stores.pointers() for side in sides))
-        seen = []
-        for i, side in enumerate(sides):
-            if side.tree is None:
-                seen.append(side.stores.masks.table.shape[1])
-                continue
-            trees = [tree for space in spaces if (tree := space.trees[i]) is not None] or [side.tree]
-            used = max(tree.slots.used for tree in trees)
-            seen.append(slots_to_see(side.forward, used, side.stores.cache.capacity))
-        return tuple(seen)
 
     # What is captured.
 

@@ -33,7 +33,7 @@ class Field(NamedTuple):
         return (part if dtype is torch.int64 else part.view(dtype)).unflatten(1, self.shape)
 
 
-class _Fields:
+class Columns:
     """Hands out ranges one behind the other."""
 
     def __init__(self) -> None:
@@ -162,7 +162,7 @@ class VerifiedFields(NamedTuple):
     layers: Field
 
 
-def _forest(add: _Fields, width: int, draft_width: int, gamma: int, support: int | None) -> ForestFields:
+def _forest(add: Columns, width: int, draft_width: int, gamma: int, support: int | None) -> ForestFields:
     draws = [add(gamma, draft_width) for _ in range(3)]
     if support is None:
         parts = [*draws[:2], add(gamma, draft_width), add(gamma, draft_width), add(0, draft_width)]
@@ -171,9 +171,9 @@ def _forest(add: _Fields, width: int, draft_width: int, gamma: int, support: int
     return ForestFields._make([*draws, *parts, add(gamma, max(width, draft_width))])
 
 
-@dataclass(frozen=True)
-class CoverLayout:
-    """Blocks of an iteration that drafts and verifies (`CoverIteration`).
+@dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """Of an iteration that drafts and verifies (`iteration.AheadIteration`), whatever it drafts.
 
     Attributes:
         requests: R.
@@ -181,29 +181,42 @@ class CoverLayout:
         kept: candidates of a layer of beam search; 0 where layers are drawn.
         drawn: M, where the forest is draws of q that are accepted or not; 0 where it is the most probable
             continuations.
-        continues: a layer that was not accepted whole goes on where the forest holds what it was filled up with.
-        numbers: random numbers that a layer has: W to draw with, and before them one to test each draw of q with.
         nodes, draft_nodes: places that a request needs in either tree.
-        recalled: entries of a row of the target's logits that the next iteration may propose from; 0 where it
-            proposes by the draft alone.
-        window: layers that uniforms are sent for: this iteration's and those of the one before it.
-        state, request, forest, verified: the fields. outcome holds forest and verified.
-        rows: float32 by pairs, in a memory behind its forest: the target's packed best entries (`logits.pack`) of
-            all nodes, `row_count` numbers.
         state_size, request_size, outcome_size: columns of each block.
-        memory_size: of what an iteration leaves for the forest of the next: the forest's fields, then `rows`.
+        memory_size: of what an iteration leaves for the forest of the next.
     """
 
     requests: int
     width: int
     draft_width: int
     gamma: int
-    kept: int
-    drawn: int
-    continues: bool
-    numbers: int
+    kept: int = 0
+    drawn: int = 0
     nodes: int
     draft_nodes: int
+    state_size: int
+    request_size: int
+    outcome_size: int
+    memory_size: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class CoverLayout(Sizes):
+    """Blocks of an iteration that drafts and verifies forests (`CoverIteration`).
+
+    Attributes:
+        continues: a layer that was not accepted whole goes on where the forest holds what it was filled up with.
+        numbers: random numbers that a layer has: W to draw with, and before them one to test each draw of q with.
+        recalled: entries of a row of the target's logits that the next iteration may propose from; 0 where it
+            proposes by the draft alone.
+        window: layers that uniforms are sent for: this iteration's and those of the one before it.
+        state, request, forest, verified: the fields. outcome holds forest and verified.
+        rows: float32 by pairs, in a memory behind its forest: the target's packed best entries (`logits.pack`) of
+            all nodes, `row_count` numbers.
+    """
+
+    continues: bool
+    numbers: int
     recalled: int
     window: int
     state: StateFields
@@ -212,10 +225,6 @@ class CoverLayout:
     verified: VerifiedFields
     rows: Field
     row_count: int
-    state_size: int
-    request_size: int
-    outcome_size: int
-    memory_size: int
 
     @classmethod
     def of(
@@ -226,7 +235,7 @@ class CoverLayout:
         draft_nodes = 2 * width + (gamma - 1) * draft_width if gamma else 0
         tested = draft_width if drawn else 0
         window, numbers = 2 * (gamma + 1), tested + width
-        state, request, outcome = _Fields(), _Fields(), _Fields()
+        state, request, outcome = Columns(), Columns(), Columns()
         state_fields = StateFields._make([*(state(width) for _ in range(8)), state(1), state(1)])
         request_fields = CoverRequestFields._make(
             [request(nodes), request(nodes), request(draft_nodes), request(draft_nodes)]
@@ -236,7 +245,7 @@ class CoverLayout:
             + [request(window, numbers), request(gamma if drawn else 0, draft_width)]
         )
         forest = _forest(outcome, width, draft_width, gamma, drawn or None)
-        memory, row_count = _Fields(), nodes * (2 * recalled + 1) if recalled else 0
+        memory, row_count = Columns(), nodes * (2 * recalled + 1) if recalled else 0
         memory(outcome.size if recalled else 0)
         rows = memory((row_count + 1) // 2)
         widths = [kept or width] * 3 + [width]
@@ -244,9 +253,11 @@ class CoverLayout:
             [*(outcome(gamma + 1, size) for size in (*widths, tested)), outcome(1)]
         )
         return cls(
-            requests, width, draft_width, gamma, kept, drawn, continues, numbers, nodes, draft_nodes, recalled, window,
-            state_fields, request_fields, forest, verified, rows, row_count, state.size, request.size, outcome.size,
-            memory.size,
+            requests=requests, width=width, draft_width=draft_width, gamma=gamma, kept=kept, drawn=drawn,
+            continues=continues, numbers=numbers, nodes=nodes, draft_nodes=draft_nodes, recalled=recalled,
+            window=window, state=state_fields, request=request_fields, forest=forest, verified=verified, rows=rows,
+            row_count=row_count, state_size=state.size, request_size=request.size, outcome_size=outcome.size,
+            memory_size=memory.size,
         )  # fmt: skip
 
 
@@ -304,7 +315,7 @@ class DraftLayout:
         cls, width: int, draft_width: int, gamma: int, support: int, top_n: int, draft_size: int, target_size: int
     ) -> DraftLayout:  # fmt: skip
         """Args: support: M. top_n: of the target. draft_size, target_size: nodes of the padded plans."""
-        request, outcome = _Fields(), _Fields()
+        request, outcome = Columns(), Columns()
         count = gamma * draft_width
         plans = [request(PLAN_ROWS, draft_size), request(PLAN_ROWS, target_size)]
         beams = [request(width), request(width), request(width), request(1)]

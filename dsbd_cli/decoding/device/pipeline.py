@@ -17,9 +17,8 @@ import numpy as np
 import torch
 
 from dsbd_cli.decoding.device.iteration import (
-    CoverIteration,
+    AheadIteration,
     DraftedLayer,
-    Outcome,
     Rules,
     SampledLayer,
     Sent,
@@ -27,6 +26,7 @@ from dsbd_cli.decoding.device.iteration import (
     layer_of,
     living,
 )
+from dsbd_cli.decoding.device.layout import CoverLayout
 from dsbd_cli.decoding.forward.capture import InFlight, OverlapClock
 from dsbd_cli.decoding.forward.outcomes import CannotCapture, OutOfMemory
 from dsbd_cli.decoding.law.distribution import SeededSampler
@@ -39,27 +39,32 @@ from dsbd_cli.decoding.tree.sequences import DraftLayer, Forest, Node
 _BLOCK = 64
 
 
-class _Uniforms:
+class Uniforms:
     """What a request draws with: uniforms, looked at by launches and used by committed layers.
 
     The sampler itself moves on in blocks, and to where it belongs by `settle`.
+
+    Attributes:
+        taken: layers committed so far.
     """
 
     def __init__(self, sampler: SeededSampler, width: int) -> None:
         self._sampler, self._width = sampler, width
         self._block = np.zeros((0, width))
         self._used = 0
+        self.taken = 0
 
     def ahead(self, layers: int) -> np.ndarray:
         """Those of the next `layers` layers: float64 [layers, W]."""
         if self._used + layers > len(self._block):
             self.settle()
-            self._block = self._sampler.peek(max(layers, _BLOCK) * self._width).reshape(-1, self._width)
+            self._block = self._sampler.peek(max(4 * layers, _BLOCK) * self._width).reshape(-1, self._width)
         return self._block[self._used : self._used + layers]
 
-    def use(self) -> None:
-        """A layer was committed."""
-        self._used += 1
+    def use(self, layers: int = 1) -> None:
+        """So many layers were committed."""
+        self._used += layers
+        self.taken += layers
 
     def settle(self) -> None:
         """Let the sampler go on from where committed layers end."""
@@ -68,7 +73,7 @@ class _Uniforms:
 
 
 @dataclass(eq=False)
-class _Lane:
+class Lane:
     """A request that has a place in the iterations.
 
     Attributes:
@@ -78,7 +83,7 @@ class _Lane:
         rules: what its layers are drawn under.
         state: where it starts in the next launch; None: where its last iteration ended.
         deepest: beams deeper than that have no room for an iteration in a context; None: no limit.
-        beams, above: of its next iteration (`_Part`).
+        beams, above: of its next iteration (`Part`).
     """
 
     seat: Seat
@@ -86,8 +91,8 @@ class _Lane:
     target: Any
     draft: Any
     commit: Commit
-    uniforms: _Uniforms
-    drafting: _Uniforms | None
+    uniforms: Uniforms
+    drafting: Uniforms | None
     rules: Rules
     state: np.ndarray | None
     deepest: int | None
@@ -106,7 +111,7 @@ class _Lane:
 
 
 @dataclass(eq=False)
-class _Part:
+class Part:
     """One request's part of an iteration in flight.
 
     Attributes:
@@ -115,7 +120,7 @@ class _Part:
         void: nobody asks for it any more, and its space is given back.
     """
 
-    lane: _Lane
+    lane: Lane
     space: Space
     beams: list[Node | None] = field(default_factory=list)
     above: list[Node] = field(default_factory=list)
@@ -125,7 +130,7 @@ class _Part:
 @dataclass
 class _Iteration:
     flight: InFlight
-    parts: list[_Part | None]
+    parts: list[Part | None]
 
 
 # By layer of a forest: the place of each continuation, by its parent's place and its token.
@@ -133,7 +138,7 @@ _Places = list[dict[tuple[int | None, int], int]]
 
 
 @dataclass
-class _Committed:
+class Committed:
     """What became of one request's part.
 
     Attributes:
@@ -212,13 +217,13 @@ class Pipeline:
 
     def __init__(
         self,
-        iteration: CoverIteration,
+        iteration: AheadIteration,
         clock: OverlapClock,
         stopped: Callable[[CannotCapture | OutOfMemory], None],
     ) -> None:
         self._iteration, self._clock, self._stopped = iteration, clock, stopped
         layout = iteration.layout
-        self._lanes: list[_Lane | None] = [None] * layout.requests
+        self._lanes: list[Lane | None] = [None] * layout.requests
         # Of each layer of the forest, its first place among the iteration's nodes.
         self._first = [layout.width + depth * layout.draft_width for depth in range(layout.gamma)]
         self._in_flight: deque[_Iteration] = deque()
@@ -245,7 +250,7 @@ class Pipeline:
         return Seat(self, target, draft, forests)
 
     @torch.inference_mode()
-    def join(self, seat: Seat, request: Request, commit: Commit) -> _Lane | None:
+    def join(self, seat: Seat, request: Request, commit: Commit) -> Lane | None:
         """A lane for a request, from its active set on; None where there is none."""
         models = [model for model in (seat.target, seat.draft) if model is not None]
         limits = [model.max_depth for model in models if model.max_depth is not None]
@@ -253,21 +258,19 @@ class Pipeline:
         beams = request.hypotheses.active
         if not self._usable or None not in self._lanes or not isinstance(request.sampler, SeededSampler):
             return None
-        layout, drafting = self._iteration.layout, None
+        layout = self._iteration.layout
         computed = [[node for node in beams if node in model.tree] for model in models]
         # The host draws a layer of `cover` from what it knows, without another target call.
         if any(computed) and not layout.drawn:
             return None
         if not all(node.parent is not None and node.parent in seat.target.tree for node in beams):
             return None
-        uniforms = _Uniforms(request.sampler, layout.numbers)
-        if layout.drawn:
-            if not isinstance(request.draft_sampler, SeededSampler):
-                return None
-            drafting = _Uniforms(request.draft_sampler, layout.gamma * layout.draft_width)
+        if layout.drawn and not isinstance(request.draft_sampler, SeededSampler):
+            return None
+        uniforms, drafting = self._streams(request)
         rules = _rules(request, seat.target.tree.prompt_length - 1 + request.trie.budget)
         places = [*beams, *[None] * (request.width - len(beams))]
-        lane = _Lane(
+        lane = Lane(
             seat, request, seat.target, seat.draft, commit, uniforms, drafting, rules, None, deepest, places
         )
         if not lane.fits(beams[0].depth):
@@ -282,6 +285,17 @@ class Pipeline:
             self._leave(lane)
             return None
         return lane
+
+    def _streams(self, request: Request) -> tuple[Uniforms, Uniforms | None]:
+        """The random numbers of p, and of q where forests are drawn."""
+        layout = self._iteration.layout
+        assert isinstance(layout, CoverLayout)
+        assert isinstance(request.sampler, SeededSampler)
+        uniforms = Uniforms(request.sampler, layout.numbers)
+        if not layout.drawn:
+            return uniforms, None
+        assert isinstance(request.draft_sampler, SeededSampler)
+        return uniforms, Uniforms(request.draft_sampler, layout.gamma * layout.draft_width)
 
     @torch.inference_mode()
     def step(self) -> None:
@@ -304,7 +318,7 @@ class Pipeline:
         iteration = self._in_flight.popleft()
         wanted = [part is not None and not part.void for part in iteration.parts]
         outcomes = self._iteration.wait(iteration.flight, wanted)
-        done: list[tuple[_Part, _Committed]] = []
+        done: list[tuple[Part, Committed]] = []
         for part, outcome in zip(iteration.parts, outcomes, strict=True):
             if part is None or outcome is None:
                 continue
@@ -330,11 +344,11 @@ class Pipeline:
         if not self._in_flight:
             self._clock.idle()
 
-    def has(self, lane: _Lane) -> bool:
+    def has(self, lane: Lane) -> bool:
         """Whether the request is in the iterations."""
         return any(lane is one for one in self._lanes)
 
-    def leave(self, lane: _Lane) -> None:
+    def leave(self, lane: Lane) -> None:
         """A request goes, whatever the device is doing for it."""
         if self.has(lane):
             self._leave(lane)
@@ -342,7 +356,7 @@ class Pipeline:
             self._in_flight.clear()
             self._clock.idle()
 
-    def _go_on(self, lane: _Lane, one: _Committed) -> None:
+    def _go_on(self, lane: Lane, one: Committed) -> None:
         """Keep a lane if the device goes on from where it is; its next part then learns of its beams."""
         following = self._part_of(lane)
         if (
@@ -356,7 +370,7 @@ class Pipeline:
         else:
             lane.settle()
 
-    def _leave(self, lane: _Lane) -> None:
+    def _leave(self, lane: Lane) -> None:
         for iteration in self._in_flight:
             for part in iteration.parts:
                 if part is not None and part.lane is lane and not part.void:
@@ -365,14 +379,14 @@ class Pipeline:
         self._lanes[self._lanes.index(lane)] = None
         lane.settle()
 
-    def _part_of(self, lane: _Lane) -> _Part | None:
+    def _part_of(self, lane: Lane) -> Part | None:
         """The lane's part of the iteration in flight behind the one that was committed."""
         parts = self._in_flight[0].parts if self._in_flight else []
         return next((part for part in parts if part is not None and part.lane is lane), None)
 
     # Launching.
 
-    def _state_of(self, lane: _Lane) -> np.ndarray:
+    def _state_of(self, lane: Lane) -> np.ndarray:
         beams = lane.request.hypotheses.active
         above = [node.parent for node in beams if node.parent is not None]
         draft_rows: list[int] = []
@@ -408,9 +422,9 @@ class Pipeline:
         if ahead:
             self._launch(ahead)
 
-    def _launch(self, lanes: Sequence[_Lane]) -> bool:
-        parts: list[_Part | None] = []
-        sent: list[Sent | None] = []
+    def _launch(self, lanes: Sequence[Lane]) -> bool:
+        parts: list[Part | None] = []
+        sent: list[Any] = []
         if not self._usable:
             return False
         try:
@@ -422,17 +436,8 @@ class Pipeline:
                 space = Space.of(
                     self._iteration.layout, lane.target.tree, None if lane.draft is None else lane.draft.tree
                 )
-                parts.append(_Part(lane, space))
-                origin = lane.target.tree.position(lane.request.hypotheses.active[0])
-                ahead = lane.uniforms.ahead(self._iteration.layout.window)
-                drafting = None
-                if lane.drafting is not None:
-                    flying = sum(
-                        any(part is not None and part.lane is lane for part in one.parts)
-                        for one in self._in_flight
-                    )
-                    drafting = lane.drafting.ahead(flying + 1)[flying]
-                sent.append(Sent(space, ahead, origin, lane.rules, lane.state, drafting))
+                parts.append(Part(lane, space))
+                sent.append(self._sent(lane, space))
             flight = self._iteration.launch(sent)
         except (CannotCapture, OutOfMemory) as error:
             for part in parts:
@@ -448,9 +453,24 @@ class Pipeline:
         self._in_flight.append(_Iteration(flight, parts))
         return True
 
+    def _sent(self, lane: Lane, space: Space) -> Any:
+        """What an iteration is sent of a request."""
+        layout = self._iteration.layout
+        assert isinstance(layout, CoverLayout)
+        origin = lane.target.tree.position(lane.request.hypotheses.active[0])
+        ahead = lane.uniforms.ahead(layout.window)
+        drafting = None
+        if lane.drafting is not None:
+            flying = sum(
+                any(part is not None and part.lane is lane for part in one.parts) for one in self._in_flight
+            )
+            drafting = lane.drafting.ahead(flying + 1)[flying]
+        return Sent(space, ahead, origin, lane.rules, lane.state, drafting)
+
     # Committing.
 
-    def _commit(self, part: _Part, outcome: Outcome) -> _Committed:
+    def _commit(self, part: Part, outcome: Any) -> Committed:
+        """Make nodes of what came back, commit its layers, and say where the request goes on."""
         lane, request, uniforms, commit = part.lane, part.lane.request, part.lane.uniforms, part.lane.commit
         if lane.drafting is not None:
             lane.drafting.use()
@@ -496,12 +516,12 @@ class Pipeline:
             best = max((node for node in above if node is not None), key=lambda node: node.score)
             above = [node if node is best else None for node in above]
         parents = [node.parent for node in draws if node.parent is not None]
-        return _Committed(
+        return Committed(
             drafted.forest, whole, above, parents, reached, len(outcome.sampled), drafted.computed
         )
 
     def _drafted(
-        self, lane: _Lane, beams: list[Node | None], layers: list[DraftedLayer]
+        self, lane: Lane, beams: list[Node | None], layers: list[DraftedLayer]
     ) -> _AsNodes | _AsNumbers:
         """What was drafted below `beams`, as far as the budget has room: its last layer needs no forest."""
         room = lane.request.trie.budget - next(node.depth for node in beams if node is not None) - 1
@@ -514,7 +534,7 @@ class Pipeline:
             computed.update((node, first + i) for i, node in enumerate(nodes) if node is not None)
         return _AsNodes(forest, computed)
 
-    def _numbers(self, lane: _Lane, beams: list[Node | None], layers: list[DraftedLayer]) -> _Places:
+    def _numbers(self, lane: Lane, beams: list[Node | None], layers: list[DraftedLayer]) -> _Places:
         """The forest by places and tokens."""
         numbered: _Places = []
         parents = [i for i, node in enumerate(beams) if node is not None]
@@ -532,7 +552,7 @@ class Pipeline:
         return numbered
 
     def _nodes(
-        self, lane: _Lane, beams: list[Node | None], layers: list[DraftedLayer]
+        self, lane: Lane, beams: list[Node | None], layers: list[DraftedLayer]
     ) -> tuple[Forest, list[list[Node | None]]]:
         """The forest, and the nodes of each layer by their places in it."""
         trie = lane.request.trie
@@ -560,7 +580,7 @@ class Pipeline:
             placed.append(parents)
         return Forest(shown, computed=True), placed
 
-    def _adopt(self, part: _Part, done: _Committed) -> None:
+    def _adopt(self, part: Part, done: Committed) -> None:
         """Tell the caches which nodes of a reservation may live on; the next `retain` enters them."""
         layout = self._iteration.layout
         # The next iteration computes its beams itself.
@@ -585,7 +605,7 @@ class Seat:
     def __init__(self, pipeline: Pipeline, target: Any, draft: Any, forests: bool = True) -> None:
         self.pipeline, self.target, self.draft, self.forests = pipeline, target, draft, forests
         self.forest = Forest()
-        self._lane: _Lane | None = None
+        self._lane: Lane | None = None
 
     def begin(self, request: Request, commit: Commit) -> bool:
         """Take a lane, if it has none."""

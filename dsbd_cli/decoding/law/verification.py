@@ -18,7 +18,9 @@ import numpy as np
 from dsbd_cli.decoding.law.distribution import Sampler, draw_distinct, draw_layer, pass_over, residual
 
 # Halvings of the range of rho, from 1 to k: down to the last places of a float.
-_BISECTIONS = 52
+BISECTIONS = 52
+# Sums of probabilities round: where p is q, every rho would be as good as 1 by a hair.
+RHO_ROUNDS = 1e-13
 
 
 @dataclass(frozen=True)
@@ -153,7 +155,7 @@ def accept_sequentially(p: np.ndarray, q: np.ndarray, drafted: list[int], sample
     """k-sequential selection, K-SEQ (SpecTr, Sun et al. 2023): one draw of p from k iid draws of q.
 
     Every draw is accepted with probability `min(1, p / (rho q))`, the same for each, and behind the last comes one
-    draw of what p then lacks (docs/design.md section 3).
+    draw of what p then lacks (docs/design.md section 3). Its random numbers are those of `accept_draws`.
 
     Args:
         p, q: [n] target and draft distribution, each sums to 1.
@@ -162,9 +164,13 @@ def accept_sequentially(p: np.ndarray, q: np.ndarray, drafted: list[int], sample
     rho = division_factor(p, q, len(drafted))
     verdicts: list[bool] = []
     for draw in drafted:
-        accepted = p[draw] > 0 and sampler.accept(p[draw] / rho, q[draw])
+        possible = p[draw] > 0
+        accepted = possible and sampler.accept(p[draw] / rho, q[draw])
+        if not possible:
+            pass_over(sampler, 1)
         verdicts.append(bool(accepted))
         if accepted:
+            pass_over(sampler, len(drafted) - len(verdicts) + 1)
             return Verified((draw,), tuple(verdicts), True)
     held = np.minimum(p / rho, q)
     (other,) = sampler.sample(residual(p, held * looked_at(held.sum(), len(drafted))), 1)
@@ -187,12 +193,12 @@ def division_factor(p: np.ndarray, q: np.ndarray, draws: int) -> float:
     p, q = p[both], q[both]
 
     def valid(rho: float) -> bool:
-        return looked_at(np.minimum(p / rho, q).sum(), draws) <= rho
+        return looked_at(np.minimum(p / rho, q).sum(), draws) <= rho * (1 + RHO_ROUNDS)
 
     low, high = 1.0, float(draws)
     if valid(low):  # one draw, or q below p wherever it has mass
         return low
-    for _ in range(_BISECTIONS):
+    for _ in range(BISECTIONS):
         middle = (low + high) / 2
         low, high = (low, middle) if valid(middle) else (middle, high)
     return high

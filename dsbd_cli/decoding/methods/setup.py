@@ -155,24 +155,25 @@ def demand_of(settings: Settings, drafts: bool) -> Demand:
     why_not_pipelined = why_not_captured = ""
     if not plain and draws_distinct(settings) and not takes_most_probable(settings):
         why_not_captured = "the host drafts distinct draws"
+    tree: tuple[int, ...] = ()
     if not plain and settings.method == "specinfer":
-        why_not_pipelined = "which random numbers come next depends on what is accepted"
-        if settings.tree_rule != "specinfer":
-            why_not_pipelined = f"the host verifies trees by this rule (tree-rule {settings.tree_rule})"
+        tree = tuple(settings.tree or DEFAULT_TREE)
     if not plain and (on_host := host_proposals(settings)):
         why_not_pipelined = why_not_captured = on_host
-    if plain or settings.method == "specinfer":
+    if plain or tree:
         why_not_captured = "nothing is drafted" if plain else "the host drafts token trees"
     return Demand(
         width=width,
         draft_width=0 if plain else 1 if one_beam else settings.draft_width,
-        gamma=0 if plain else settings.gamma,
+        gamma=0 if plain else len(tree) or settings.gamma,
         processor=processor_of(settings),
         draft_processor=None if takes_most_probable(settings) else draft_processor(settings),
         distinct=draws_distinct(settings),
         search=settings.deterministic,
         continues=draws_tested(settings) > 1 and settings.verify == "continue",
         recalls=not plain and forest_is_free(settings),
+        tree=tree,
+        tree_rule=settings.tree_rule if tree else "",
         why_not_pipelined=why_not_pipelined,
         why_not_captured=why_not_captured,
     )

@@ -15,7 +15,7 @@ import numpy as np
 from dsbd_cli.decoding.law.distribution import LogitsProcessor, Sampler, draw_layer
 from dsbd_cli.decoding.law.verification import Verified, accept_distinct_draws, accept_sequentially
 from dsbd_cli.decoding.methods.dsbd import Accept, Run, verify_layer
-from dsbd_cli.decoding.model.protocol import Compute, TreeModel
+from dsbd_cli.decoding.model.protocol import Compute, Need, TreeModel
 from dsbd_cli.decoding.tree.events import Iteration, Layer
 from dsbd_cli.decoding.tree.sequences import DraftLayer, Forest, Node, Trie, draft_room
 
@@ -75,10 +75,21 @@ class TreeProposer:
         self._draft.retain(leaves)
 
 
-def specinfer(run: Run, rule: str) -> Iterator[Layer | Iteration | Compute]:
+def specinfer(run: Run, rule: str) -> Iterator[Layer | Iteration | Need]:
     """Decode one sequence: an accept descends, no accept ends with one residual draw, a leaf with one
     draw of p. `rule` is one of `TREE_RULES`."""
+    engine = run.engine
+
+    def take(draws: list[Node], verdicts: list[bool] | None) -> bool:
+        """Commit a layer that the engine drew (`protocol.Commit`)."""
+        verified = None if verdicts is None else Verified((), tuple(verdicts), any(verdicts))
+        run.commit(draws, verified, len(run.layers_taken()))
+        return not run.hypotheses.stopped()
+
     while not run.hypotheses.stopped():
+        if engine is not None and engine.begin(run, take):
+            yield from run.engine_iteration(engine)
+            continue
         forest = yield from run.propose()
         yield from run.advance(forest)
         yield from _descend(run, forest, _RULES.get(rule))

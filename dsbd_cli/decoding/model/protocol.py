@@ -110,8 +110,8 @@ class Demand:
         search: a layer holds the best continuations (beam search), not draws.
         continues: a layer that was not accepted whole goes on where the forest holds what it was filled up with.
         recalls: a forest may hold what the target has said before: the text is the same whatever it holds.
-        why_not_pipelined: why this method cannot run ahead of the host; empty where it can (all but
-            token trees).
+        tree: expansion of a token tree, k_1 to k_gamma; empty where there is none. tree_rule: how it is verified.
+        why_not_pipelined: why this method cannot run ahead of the host; empty where it can.
         why_not_captured: why its forests cannot be drafted in a captured iteration; empty where they can.
     """
 
@@ -124,6 +124,8 @@ class Demand:
     search: bool = False
     continues: bool = False
     recalls: bool = False
+    tree: tuple[int, ...] = ()
+    tree_rule: str = ""
     why_not_pipelined: str = ""
     why_not_captured: str = ""
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from dsbd_cli.decoding.device.iteration import CoverIteration
-from dsbd_cli.decoding.device.pipeline import _Uniforms
+from dsbd_cli.decoding.device.pipeline import Uniforms
 from dsbd_cli.decoding.forward.capture import Captures
 from dsbd_cli.decoding.forward.outcomes import CannotCapture, OutOfMemory
 from dsbd_cli.decoding.law.distribution import SeededSampler
@@ -236,7 +236,7 @@ def test_nobody_in_a_seat_is_served_nothing(pair):
 
 def test_uniforms_are_those_of_the_sampler_whatever_is_looked_at():
     sampler, plain = SeededSampler(3, 0), SeededSampler(3, 0)
-    uniforms = _Uniforms(sampler, 4)
+    uniforms = Uniforms(sampler, 4)
     wanted = SeededSampler(3, 0).uniforms(4 * 400).reshape(400, 4)
     used = 0
     for step in range(60):

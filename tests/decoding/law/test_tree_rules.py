@@ -203,5 +203,7 @@ def test_the_division_factor_of_many_draws() -> None:
         assert 1 < rho < draws
         assert 1 - (1 - beta) ** draws == pytest.approx(rho * beta, abs=1e-12)
     assert division_factor(p, p, 64) == 1
-    assert division_factor(np.array([1.0, 0]), np.array([0, 1.0]), 64) == 64  # nothing together: never asked
+    assert division_factor(np.array([1.0, 0]), np.array([0, 1.0]), 64) == pytest.approx(
+        64
+    )  # nothing together: never asked
     assert math.isfinite(division_factor(np.array([1e-300, 1]), np.array([1, 0.0]), 9))
