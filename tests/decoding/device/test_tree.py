@@ -15,6 +15,7 @@ from dsbd_cli.decoding.device.tree_layout import TreeShape, tree_nodes
 from dsbd_cli.decoding.law.distribution import draw_distinct
 from dsbd_cli.decoding.law.verification import accept_distinct_draws, accept_draws, accept_sequentially
 from dsbd_cli.decoding.methods.setup import decode
+from dsbd_cli.errors import RunError
 from dsbd_cli.settings import Settings
 from tests.decoding.device.helpers import begun, finished, said, told, trees
 
@@ -219,3 +220,32 @@ def test_an_iteration_of_the_default_tree_has_few_operations(pair, monkeypatch, 
     with torch.inference_mode(), counting:
         iteration._steps(iteration._packed([None]), *iteration._key([]))
     assert 100 < sum(counting.counts.values()) <= most, counting.counts
+
+
+@pytest.mark.parametrize("name", ["target", "draft"])
+def test_logits_that_are_no_numbers_end_the_run(pair, name):
+    models = trees(pair, True)
+    events = decode(
+        begun(models, settings_of("default", "specinfer"), 0), settings_of("default", "specinfer")
+    )
+    for _ in range(4):  # the first iteration is the host's
+        next(events)
+    (iteration,) = models.engines._iterations.values()
+    side = getattr(iteration, name)
+    object.__setattr__(side, "forward", Spoiled(side.forward))
+    with pytest.raises(RunError, match=f"the {name} model .*not finite"):
+        for _ in events:
+            pass
+
+
+class Spoiled:
+    """A forward whose logits are NaN."""
+
+    def __init__(self, forward) -> None:
+        self._inner = forward
+
+    def __call__(self, *args, **options):
+        return self._inner(*args, **options) * float("nan")
+
+    def __getattr__(self, name):
+        return getattr(self._inner, name)
