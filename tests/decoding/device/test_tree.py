@@ -48,6 +48,17 @@ def test_the_device_decides_what_the_host_decides(pair, way, rule):
     assert not device.notes
 
 
+def test_an_equal_child_that_is_accepted_goes_on_where_the_first_one_does(pair):
+    """K-SEQ may refuse a draw and accept its equal; of few tokens many are equal."""
+    settings = Settings(
+        method="specinfer", tree_rule="spectr", tree=(4, 2), top_k=3, top_p=1.0, temperature=2.0
+    )
+    device, host = trees(pair, True), trees(pair, None)
+    for seed in range(4):
+        got, wanted = (told(models, settings, seed, budget=60, eos=[]) for models in (device, host))
+        assert got[:3] == wanted[:3]
+
+
 @pytest.mark.parametrize("rule", RULES)
 def test_events_show_the_tree_of_the_host(pair, rule):
     found = []
