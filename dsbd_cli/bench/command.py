@@ -43,6 +43,8 @@ def run_bench(plan: Plan, *, open_backend: Callable[[Plan, World], Backend] = op
         plan.dataset.kind, sql_timeout=plan.options.sql_timeout, keep_distinct=plan.options.keep_distinct
     ) as scorer:
         spec, _ = plan.chosen.resolve()
+        if not any(arm.needs_draft for arm in plan.arms):
+            spec = spec.replace(draft=None, draft_revision=None)
         prompter = prompter or prompter_of_spec(spec, plan.settings, plan.shots)
         for note in plan.notes if first else []:
             tell(note)

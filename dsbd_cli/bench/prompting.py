@@ -83,10 +83,13 @@ def check_prompts(prompter: Prompter, dataset: Dataset) -> Dataset:
 def prompter_of_spec(spec: PairSpec, settings: Settings, shots: Shots | None = None) -> Prompter:
     """A prompter from the target's tokenizer and config alone: nothing heavy is loaded.
 
+    Args:
+        spec: its draft, where it has one, is named with a target that cannot be had and is missing too.
+
     Raises:
         UserError: a source that is missing, broken or not reachable.
     """
-    from dsbd_cli.loading import architecture, compat
+    from dsbd_cli.loading import architecture, compat, early
     from dsbd_cli.loading.cache import cache_root
     from dsbd_cli.loading.model import load_config, load_tokenizer
     from dsbd_cli.loading.place import locate
@@ -94,7 +97,11 @@ def prompter_of_spec(spec: PairSpec, settings: Settings, shots: Shots | None = N
     from dsbd_cli.loading.quiet import quiet_transformers
     from dsbd_cli.loading.source import parse_source
 
-    place = locate(parse_source(spec.target, "target"), "target", spec.revision, cache_root(), silent)
+    sources = {"target": parse_source(spec.target, "target")}
+    if spec.draft is not None:
+        sources["draft"] = parse_source(spec.draft, "draft")
+    asked = early.of_hub(sources, {"target": spec.revision, "draft": spec.draft_revision})
+    place = locate(sources["target"], "target", spec.revision, cache_root(), silent, [*asked.values()])
     with quiet_transformers():
         config = load_config(place, spec.trust_remote_code)
         tokenizer = load_tokenizer(place, spec.trust_remote_code)

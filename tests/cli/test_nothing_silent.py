@@ -194,8 +194,8 @@ def test_a_bench_says_what_is_wrong_with_a_file(dsbd: Call, models: Models, tmp_
         ("generate hi --device gpu", ["dsbd: device must be auto"]),
         ("generate hi --target-device gpu", ["dsbd: target-device must be auto"]),
         ("generate hi --draft-device gpu", ["dsbd: draft-device must be auto"]),
-        ("generate hi --dtype int8", ["dsbd: dtype must be one of"]),
-        ("generate hi --draft-dtype int8", ["dsbd: draft-dtype must be one of"]),
+        ("generate hi --dtype float17", ["dsbd: dtype must be one of"]),
+        ("generate hi --draft-dtype float17", ["dsbd: draft-dtype must be one of"]),
     ],
 )
 def test_what_is_missing_or_wrong_is_named_as_it_was_asked_for(

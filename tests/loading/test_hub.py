@@ -11,9 +11,11 @@ from pathlib import Path
 
 import pytest
 
+from dsbd_cli.bench.prompting import prompter_of_spec
 from dsbd_cli.errors import UserError
 from dsbd_cli.loading import PairSpec, hub, load_pair
 from dsbd_cli.loading.source import on_disk, parse_source
+from dsbd_cli.settings import Settings
 from tests.builders import rand
 
 NO_NETWORK = """
@@ -200,6 +202,8 @@ def test_what_to_do_without_the_hub_is_said_for_all_that_is_missing(hub_cache, t
         assert said.startswith(f"{names}: no such folder here"), said
         assert f"where there is a network ({fetch} --local-dir FOLDER) and name {folders}" in said
         assert said.endswith("or take --preset smol, which needs no hub")
+    with pytest.raises(UserError, match=r"^target org/name and draft org/little: no such folder"):
+        prompter_of_spec(PairSpec("org/name", "org/little"), Settings())  # what a bench loads first
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     both = r"^target org/name and draft org/little are not in .*: unset it to download them, or name local folders$"
     with pytest.raises(UserError, match=both):
