@@ -157,7 +157,7 @@ def test_other_options_in_the_same_folder_are_refused(target: Path, tmp_path: Pa
     assert run([*few, "--rate", "0.5"]) == 2
     assert "other training options" in capsys.readouterr().err
     assert run(["distill", "--target", str(target)]) == 2
-    assert "--target and --out" in capsys.readouterr().err
+    assert "--out is missing: dsbd distill --target MODEL --out DIR" in capsys.readouterr().err
     assert run([*base, "--keep", "0,9", "--layers", "2"]) == 2
     assert "not both" in capsys.readouterr().err
 
