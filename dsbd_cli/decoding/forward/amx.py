@@ -76,11 +76,7 @@ class AmxForward(WholeForward):
         self._store = _Store(_weights_of(model), int8)
         self._blocks = blocks and not int8
         super().__init__(model, library(), int8)
-        self.bytes_read = sum(piece.weight.nbytes for piece in self._pieces)
-        self.formats: dict[str, int] = {}
-        for piece in self._pieces:
-            name = FORMATS[piece.format]
-            self.formats[name] = self.formats.get(name, 0) + piece.outputs * piece.inputs
+        self.bytes_read, self.formats = self._counted(FORMATS)
         # Reading is what one node costs, multiplying what each costs: 36 cost 1.5 where tiles are read as they are.
         usual = sum(self.formats.values()) * (1 if int8 else 2)
         self.relative_node_cost = 0.012 * usual / self.bytes_read

@@ -63,15 +63,11 @@ class SimdForward(WholeForward):
     _needs_positions = True
 
     def __init__(self, model: Any, level: str | None = None, *, int8_activations: bool = False) -> None:
-        self.bytes_read, self.level = 0, level or processor.level()
-        self.formats: dict[str, int] = {}
+        self.level = level or processor.level()
         super().__init__(model, library(level), int8_activations)
         self.int8 = False  # weights are what they were
         # Widening and reading is what one node costs, multiplying what each costs.
-        for piece in self._pieces:
-            name = FORMATS[piece.format]
-            self.bytes_read += piece.weight.nbytes
-            self.formats[name] = self.formats.get(name, 0) + piece.outputs * piece.inputs
+        self.bytes_read, self.formats = self._counted(FORMATS)
         self.int8_activations = int8_activations and FORMATS[0] in self.formats
         self.relative_node_cost = min(0.5, 0.045 * 4 * sum(self.formats.values()) / self.bytes_read)
 

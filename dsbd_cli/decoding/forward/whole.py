@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -124,6 +124,14 @@ class WholeForward:
     def _take(self, piece: Piece) -> Piece:
         """Called for each matrix that was kept: it, or what is computed with in its place."""
         return piece
+
+    def _counted(self, names: Sequence[str]) -> tuple[int, dict[str, int]]:
+        """Bytes of all packed weights, and how many weights are in which of the C source's formats."""
+        formats: dict[str, int] = {}
+        for piece in self._pieces:
+            name = names[piece.format]
+            formats[name] = formats.get(name, 0) + piece.outputs * piece.inputs
+        return sum(piece.weight.nbytes for piece in self._pieces), formats
 
     def keep(self, place: Place) -> bool:
         """Keep the packed weights for the next start; whether they are there now."""

@@ -11,7 +11,14 @@ from dsbd_cli.decoding.forward import simd
 from dsbd_cli.decoding.model.hf_model import HfTreeModel
 from dsbd_cli.decoding.tree.sequences import Node
 from tests.decoding.forward.test_amx import KINDS, far, make, plain, run, tree
-from tests.decoding.forward.test_simd import LEVELS, Q4, Q8, noise, weight_of
+from tests.decoding.forward.test_simd import (
+    LEVELS,
+    Q4,
+    Q8,
+    noise,
+    not_a_number_shows_in_its_rows_only,
+    weight_of,
+)
 
 pytestmark = pytest.mark.skipif(simd.library() is None, reason="no C compiler here")
 
@@ -134,11 +141,7 @@ def test_a_node_does_not_depend_on_other_nodes_nor_on_its_slots_nor_on_threads()
 
 
 def test_not_a_number_shows_in_its_rows_only():
-    model, forward = forward_of("llama")
-    model.model.embed_tokens.weight.data[7] = float("nan")
-    got = run(forward, model, KVBuffer(64), torch.tensor([5, 7, 9, 11]), [-1, 0, 0, 1], [3, 1, 2, 6])
-    assert got[[1, 3]].isnan().all()
-    assert got[[0, 2]].isfinite().all()
+    not_a_number_shows_in_its_rows_only(*forward_of("llama"))
 
 
 def test_the_runner_takes_it_and_says_where_there_is_nothing_to_round():
