@@ -5,6 +5,7 @@ One module, since loading, decoding and measuring a prompt share the one pair th
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
@@ -31,6 +32,7 @@ from dsbd_cli.group import group_of
 from dsbd_cli.loading import LoadedModel, Pair, PairSpec, load_pair
 from dsbd_cli.loading.model import same_model
 from dsbd_cli.loading.ready.packed import Place
+from dsbd_cli.loading.vocabulary import narrowed
 from dsbd_cli.many import Batch, Buffers, in_order
 from dsbd_cli.prices.pair import PairPrices
 from dsbd_cli.prompts import Prompt, encode
@@ -291,12 +293,13 @@ class Decoder:
         return EnergyMeter.for_devices([model.device for model in models], team)
 
     def models(self) -> dict[str, Any]:
-        """Name, dtype and device of both models, for results."""
+        """Name, dtype and device of both models, for results; of a draft how many ids it proposes, if not all."""
         pair = {"target": self.pair.target, "draft": self.pair.draft}
         return {
             role: None
             if model is None
             else {"name": model.name, "dtype": model.format, "device": str(model.device)}
+            | ({"vocab": len(ids)} if role == "draft" and (ids := self.pair.draft_ids) is not None else {})
             for role, model in pair.items()
         }
 
@@ -326,9 +329,11 @@ def _tree_model(loaded: LoadedModel, pair: Pair, role: str) -> HfTreeModel:
     on_cpu = loaded.device.type == "cpu"
     # It may compare all weights: only where the answer is needed.
     same = on_cpu and same_model(loaded, pair.target)
+    ids = pair.draft_ids if role == "draft" else None
     return HfTreeModel(
-        loaded.model,
+        loaded if ids is None else dataclasses.replace(loaded, model=narrowed(loaded.model, ids)),
         vocab_size=pair.vocab_size,
+        ids=ids,
         role=role,
         max_positions=loaded.max_positions,
         # Of the same model as the target every proposal is accepted: not in another arithmetic.

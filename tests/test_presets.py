@@ -70,6 +70,8 @@ def test_values_are_what_they_look_like(write, line, key, value):
             id="a whole number above all floats",
         ),
         ("target: t\ntensor_parallel: 0", 2, "tensor-parallel must be at least 1, not 0"),
+        ("target: t\ndraft_vocab: -1", 2, "draft-vocab must be at least 0 (all ids), not -1"),
+        ("target: t\ndraft_vocab: many", 2, "draft-vocab must be a whole number"),
         ("target: t\ntensor_parallel: -3", 2, "tensor-parallel must be at least 1, not -3"),
         ('target: t\ndraft: ""', 2, "draft is empty"),
         ("# first\nwidth: 4.0", 2, "width must be a whole number, not 4.0"),

@@ -168,7 +168,10 @@ def _as_begun(
 def decoded_by(decoder: Decoder) -> dict[str, Any]:
     """Names, dtypes and kinds of device: the same for all ranks of one run."""
     return {
-        role: None if model is None else f"{model['name']} {model['dtype']} {model['device'].split(':')[0]}"
+        role: None
+        if model is None
+        else f"{model['name']}{' ({vocab} ids)'.format_map(model) if 'vocab' in model else ''} "
+        f"{model['dtype']} {model['device'].split(':')[0]}"
         for role, model in decoder.models().items()
     }
 

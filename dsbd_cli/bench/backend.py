@@ -60,6 +60,7 @@ class PairBackend:
                 "device": model["device"].split(":")[0],
                 "weights": digests.get(role),
             }
+            | ({"vocab": model["vocab"]} if "vocab" in model else {})
             for role, model in self.decoder.models().items()
         }
 

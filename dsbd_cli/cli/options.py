@@ -54,6 +54,13 @@ PARAMETERS = [
         panel=MODEL,
         metavar="N",
     ),
+    _option(
+        Int,
+        "--draft-vocab",
+        help="How many ids the draft proposes on a CPU, the first ones; 0 is all of them.",
+        panel=MODEL,
+        metavar="N",
+    ),
     _option(Text, "--device", help="auto, cpu, cuda:N or mps, for both models.", panel=MODEL),
     _option(Text, "--target-device", help="Device of the target alone.", panel=MODEL),
     _option(Text, "--draft-device", help="Device of the draft alone.", panel=MODEL),
@@ -168,7 +175,9 @@ REFUSED = {
     "--do-sample": "every method samples; --temperature 0 is greedy",
     "--max-tokens": "the option is --max-new-tokens",
 }
-_SPEC = {"revision", "draft_revision", "trust_remote_code", "quantization", "device_map", "tensor_parallel"}
+_SPEC = {
+    "revision", "draft_revision", "trust_remote_code", "quantization", "device_map", "tensor_parallel", "draft_vocab",
+}  # fmt: skip
 
 
 def was_given(context: typer.Context, name: str) -> bool:
@@ -205,7 +214,7 @@ class Chosen:
             if "target" in self.spec:
                 base = base.replace(revision=None, **({} if "draft" in self.spec else {"draft": None}))
             if "target" in self.spec or "draft" in self.spec:
-                base = base.replace(draft_revision=None)
+                base = base.replace(draft_revision=None, draft_vocab=0)
         return base.replace(**self.spec), settings.merged(self.settings)
 
     def in_vain(self) -> list[str]:

@@ -6,11 +6,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from dsbd_cli.errors import UserError
 from dsbd_cli.group import Group
-from dsbd_cli.loading import compat, early, hardware, number_format
+from dsbd_cli.loading import compat, early, hardware, number_format, vocabulary
 from dsbd_cli.loading.cache import cache_root
 from dsbd_cli.loading.model import LoadedModel, load_config, load_tokenizer, load_weights
 from dsbd_cli.loading.place import Place, locate
@@ -33,6 +34,7 @@ class Pair:
         vocab_size: ids 0 .. vocab_size - 1 are tokens; rows beyond are padding with probability 0.
         notes: lines for the user, such as generation options that are not applied.
         passing: those of `notes` that tell of this load alone.
+        draft_ids: the ids that the draft proposes, ascending; None: all that it has.
         verdicts: by role, what the self-test said of these very models before (`ready.pair`).
         formats: by role, the verdict on number formats that was or should have been followed (`number_format.pick`).
     """
@@ -42,6 +44,7 @@ class Pair:
     tokenizer: Any
     eos_ids: tuple[int, ...]
     vocab_size: int
+    draft_ids: np.ndarray | None = None
     notes: list[str] = field(default_factory=list)
     passing: list[str] = field(default_factory=list)
     verdicts: dict[str, Any] = field(default_factory=dict)
@@ -123,12 +126,22 @@ def load(
     known = compat.token_range(tokenizer)
     notes += [note for model in (target, draft) if model is not None for note in model.notes]
     notes += compat.ignored_options(target.model.generation_config)
+    eos_ids = compat.eos_ids(target.model, tokenizer)
+    vocab_size = min(known, target.vocab_rows) if known else target.vocab_rows
+    draft_ids, more = vocabulary.choose(
+        None if draft is None else draft.model,
+        spec.draft_vocab,
+        most=vocab_size,
+        eos_ids=eos_ids,
+    )
+    notes += more if want_draft else []
     return Pair(
         target=target,
         draft=draft,
         tokenizer=tokenizer,
-        eos_ids=compat.eos_ids(target.model, tokenizer),
-        vocab_size=min(known, target.vocab_rows) if known else target.vocab_rows,
+        eos_ids=eos_ids,
+        vocab_size=vocab_size,
+        draft_ids=draft_ids,
         notes=notes,
         passing=place.notes + ([] if draft_place is None else draft_place.notes),
         formats={role: one for role, one in formats.items() if one is not None},

@@ -38,6 +38,7 @@ class PairSpec:
         quantization: `8bit` or `4bit` (bitsandbytes), of the target alone; None loads it as stored.
         device_map: handed to transformers for a target spread over several devices.
         tensor_parallel: processes of a torchrun that hold one target together (`group.py`).
+        draft_vocab: how many ids the draft proposes on a CPU, the first ones (`vocabulary.py`); 0: all.
 
     Raises:
         UserError: a value that no field takes.
@@ -55,6 +56,7 @@ class PairSpec:
     quantization: str | None = None
     device_map: str | None = None
     tensor_parallel: int = 1
+    draft_vocab: int = 0
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
@@ -78,6 +80,8 @@ class PairSpec:
             raise UserError("draft is empty: name a folder, a hub id or a GGUF file, or leave it out")
         if self.tensor_parallel < 1:
             raise UserError(f"tensor-parallel must be at least 1, not {self.tensor_parallel}")
+        if self.draft_vocab < 0:
+            raise UserError(f"draft-vocab must be at least 0 (all ids), not {self.draft_vocab}")
         if self.tensor_parallel > 1 and (self.device_map or self.quantization):
             raise UserError("tensor-parallel excludes device-map and quantization: leave those out")
         if self.quantization is not None and self.quantization not in QUANTIZATIONS:

@@ -156,7 +156,7 @@ def test_a_damaged_file_is_packed_anew(
     spec: PairSpec, monkeypatch: pytest.MonkeyPatch, cache: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     place = next(iter(ready.places(spec, load_pair(spec)).values()))
-    layout = f"float32 in C, {processor.level()}"
+    layout = f"float32 in C, {processor.level()}, {builders.VOCAB} rows of the head"
     whole = place.path.read_bytes()
     size = int.from_bytes(whole[22:30], "little")
     body = -(-(30 + size) // 4096) * 4096
@@ -247,7 +247,7 @@ def _tiles_come_back(tmp_path: Path, int8: bool, of_blocks: bool) -> None:
     plain = amx.AmxForward(model, int8=int8)
     assert plain.keep(place)
     for other in (amx.AmxForward(model, int8=not int8), amx.AmxForward(model, blocks=False)):
-        assert packed.read(place, other._layout()) is None  # what was packed in another way
+        assert packed.read(place, other._kept_as()) is None  # what was packed in another way
     object.__setattr__(model, "packed", place)
     again = amx.AmxForward(model, int8=int8)
     assert again.formats == plain.formats

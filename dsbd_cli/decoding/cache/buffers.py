@@ -342,15 +342,17 @@ class LogitStore:
         model: what errors call it, such as `the target model (name)`.
         dtype: the model's, for errors.
         vocab: columns that count.
+        ids: the tokens of these columns, int64 ascending; None: a column is its token.
 
     Attributes:
-        name, vocab: as given.
+        name, vocab, ids: as given.
         size: how many best entries of each node's logits are kept (top-n); 0: full logits.
         tainted: a row that is not finite was asked for.
     """
 
-    def __init__(self, model: str, dtype: torch.dtype, vocab: int) -> None:
+    def __init__(self, model: str, dtype: torch.dtype, vocab: int, ids: np.ndarray | None = None) -> None:
         self.name, self._dtype, self.vocab = model, str(dtype).removeprefix("torch."), vocab
+        self.ids = ids if ids is None else ids[:vocab]
         self._rows: dict[Node, _Dense | _Sparse] = {}
         self.size = 0
         self.tainted = False
@@ -398,14 +400,14 @@ class LogitStore:
         row = self._checked(node)
         if isinstance(row, _Dense):
             best = best_of(row.logps[None], torch.ones(1, device=row.logps.device), count)
-            return best.tokens[0], best.logps[0]
+            return self._tokens(best.tokens[0]), best.logps[0]
         tokens, logps = row.block.tokens[row.place], row.block.logps[row.place]
         if count > len(tokens) < self.vocab:
             raise ValueError(f"{count} entries of a row asked for, {len(tokens)} were prepared")
-        return tokens[:count], logps[:count]
+        return self._tokens(tokens[:count]), logps[:count]
 
     def whole(self, node: Node) -> Tensor:
-        """A whole row, float32 [V] where the forward put it, finite or not (`size` 0 only)."""
+        """A whole row by column, float32 [V] where the forward put it, finite or not (`size` 0 only)."""
         row = self._rows[node]
         if isinstance(row, _Sparse):
             raise ValueError("whole rows asked for, only the best entries were prepared")
@@ -425,6 +427,9 @@ class LogitStore:
             raise self.fail(node)
         return row
 
+    def _tokens(self, columns: np.ndarray) -> np.ndarray:
+        return columns if self.ids is None else self.ids[columns]
+
     def _whole(self, node: Node) -> Tensor:
         self._checked(node)
         return self.whole(node)
@@ -434,4 +439,6 @@ class LogitStore:
             tokens, logps = self.best(node, size)
             return Row(tokens, logps.astype(np.float64))
         logps = self._whole(node).cpu().numpy().astype(np.float64)
-        return Row(np.arange(len(logps)), logps)  # a head may have fewer rows than there are tokens
+        return Row(
+            self._tokens(np.arange(len(logps))), logps
+        )  # a head may have fewer rows than there are tokens

@@ -94,7 +94,7 @@ class WholeForward:
         self._rows = int(model.lm_head.weight.shape[0])
         self._pieces: list[Piece] = []
         place: Place | None = getattr(model, "packed", None)
-        found = None if place is None else packed.read(place, self._layout())
+        found = None if place is None else packed.read(place, self._kept_as())
         if found is not None and [one[:2] for one in found] != _shapes(model):
             found = None
         self._known: Iterator[Piece] | None = None if found is None else iter(found)
@@ -117,6 +117,9 @@ class WholeForward:
         """What its packed weights are laid out for: another one cannot read them."""
         raise NotImplementedError
 
+    def _kept_as(self) -> str:
+        return f"{self._layout()}, {self._rows} rows of the head"
+
     def _pack(self, weight: Tensor) -> tuple[Tensor, Tensor | None, int]:
         """Lay out [outputs, inputs] for C: bytes, scales of the outputs, the format."""
         raise NotImplementedError
@@ -135,7 +138,7 @@ class WholeForward:
 
     def keep(self, place: Place) -> bool:
         """Keep the packed weights for the next start; whether they are there now."""
-        layout = self._layout()
+        layout = self._kept_as()
         return packed.read(place, layout) is not None or packed.write(place, layout, self._pieces)
 
     def _small(self, weight: Tensor, dtype: torch.dtype) -> int:

@@ -45,6 +45,7 @@ class HfTreeModel:
     Args:
         model: causal LM, in eval mode on its device.
         vocab_size: the tokenizer's; columns beyond it are padding and have probability 0.
+        ids: the tokens of the head's columns, int64 ascending; None: a column is its token.
         role: what errors call it, `target` or `draft`.
         max_positions: context limit; None takes the config's.
         fast: use a fused forward where one serves the model and agrees with it (`forward.backends`).
@@ -68,6 +69,7 @@ class HfTreeModel:
         model: Any,
         *,
         vocab_size: int,
+        ids: np.ndarray | None = None,
         role: str = "target",
         max_positions: int | None = None,
         fast: bool = True,
@@ -95,7 +97,7 @@ class HfTreeModel:
         self.max_positions = max_positions or getattr(model, "max_positions", None) or context_limit(module)
         self.calls = 0
         self.notes: list[str] = []
-        self.logits = LogitStore(f"the {role} model ({self.name})", self.dtype, self.vocab_size)
+        self.logits = LogitStore(f"the {role} model ({self.name})", self.dtype, self.vocab_size, ids)
         self.clock = OverlapClock()
         self.graphs: GraphForward | None = None
         self._short_of_memory = False
@@ -268,7 +270,13 @@ class HfTreeModel:
 
     def _bytes_read(self) -> float:
         int8 = self._forward.int8
-        return sum(one.numel() * (1 if int8 else one.element_size()) for one in self.model.parameters())
+        table, head = self.model.get_input_embeddings(), self.model.get_output_embeddings()
+        looked_up = None if head is None or head.weight is table.weight else table.weight
+        return sum(
+            one.numel() * (1 if int8 else one.element_size())
+            for one in self.model.parameters()
+            if one is not looked_up
+        )
 
     # TreeModel.
 

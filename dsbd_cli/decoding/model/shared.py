@@ -44,7 +44,8 @@ class RequestModel:
         self.model = shared.model
         self.root, self.ids = root, list(ids)
         self.calls, self.unread = 0, True
-        self.logits = LogitStore(self.model.logits.name, self.model.dtype, self.model.vocab_size)
+        logits = self.model.logits
+        self.logits = LogitStore(logits.name, self.model.dtype, logits.vocab, logits.ids)
         self.logits.start(top_n)
         tree.start(ids, root)
 

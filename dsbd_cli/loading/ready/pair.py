@@ -13,6 +13,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from dsbd_cli.loading.cache import cache_root
 from dsbd_cli.loading.ready import file, key, quick_torch
 from dsbd_cli.loading.ready.packed import Place
@@ -81,6 +83,7 @@ def remember(
         "tokenizer": facts,
         "eos_ids": list(pair.eos_ids),
         "vocab_size": pair.vocab_size,
+        "draft_ids": None if pair.draft_ids is None else pair.draft_ids.tolist(),
         "notes": [note for note in pair.notes if note not in pair.passing],
         "verdicts": verdicts,
         "formats": pair.formats,
@@ -216,6 +219,7 @@ def _assemble(
         tokenizer=ReadyTokenizer(record["tokenizer"], tokenizer, functools.cache(real_tokenizer)),
         eos_ids=tuple(record["eos_ids"]),
         vocab_size=record["vocab_size"],
+        draft_ids=None if record["draft_ids"] is None else np.array(record["draft_ids"], np.int64),
         notes=list(record["notes"]),
         verdicts=record["verdicts"],
         formats=record["formats"],
