@@ -138,6 +138,24 @@ def test_every_method_decodes_and_drafts_no_other_id(spec: PairSpec, method: str
     assert max(result.token_ids) >= 64  # the target's tokens are all there
 
 
+@pytest.mark.parametrize("top_k", [0, 10])
+def test_a_request_of_a_batch_is_the_request_alone(spec: PairSpec, top_k: int) -> None:
+    decoder = Decoder(load_pair(spec.replace(draft_vocab=64)))
+    methods = [
+        Settings(
+            method=method, verify=verify, top_k=top_k, top_p=1.0, max_new_tokens=12, seed=5, forest="full"
+        )
+        for method, verify in (("dsbd", "cover"), ("dsbd", "paper"), ("speculative", "cover"))
+    ]
+    prompts = ["hello", "a longer prompt", "x"]
+    together = decoder.generate_many(prompts, methods, batch=3)
+    for prompt, settings, result in zip(prompts, methods, together, strict=True):
+        alone = decoder.generate(prompt, settings, energy=False)
+        assert result.token_ids == alone.token_ids
+        assert result.stats.drafts_accepted == alone.stats.drafts_accepted
+        assert result.stats.draft_calls > 0
+
+
 def test_results_and_a_batch_that_goes_on_name_it(spec: PairSpec) -> None:
     from dsbd_cli.batch.run import decoded_by
 
