@@ -13,10 +13,12 @@ from dsbd_cli.bench.datasets import KINDS, load_dataset
 from dsbd_cli.decoder import Decoder
 from dsbd_cli.errors import UserError
 from dsbd_cli.prompts import encode
+from dsbd_cli.result import Result
 from dsbd_cli.settings import Settings
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("smol")]
-FIXED = Settings(threshold=None, verify="cover", seed=0)
+# Forests are full: what an adaptive one drafts here, prices off, is nothing.
+FIXED = Settings(threshold=None, verify="cover", forest="full")
 
 
 @pytest.fixture(scope="module")
@@ -49,39 +51,44 @@ def test_a_sensible_answer(smol: Decoder) -> None:
     assert result.finish_reason == "eos"
 
 
-def test_cover_is_beam_sampling_token_for_token(smol: Decoder, prompts: list[list[int]]) -> None:
-    for seed, ids in list(enumerate(prompts))[::2]:  # of all lengths
-        settings = dataclasses.replace(FIXED, seed=seed, max_new_tokens=20)
-        beam = smol.generate(ids, dataclasses.replace(settings, method="beam"))
-        cover = smol.generate(ids, settings)
+@pytest.fixture(scope="module")
+def answered(smol: Decoder, prompts: list[list[int]]) -> list[tuple[Result, Result]]:
+    """Prompts of all lengths, each with a seed of its own: by beam sampling, and by the default rule."""
+    answers = []
+    for seed, ids in list(enumerate(prompts))[::5]:
+        settings = dataclasses.replace(smol.settings, seed=seed, max_new_tokens=24, forest="full")
+        assert dataclasses.replace(settings, seed=None, max_new_tokens=FIXED.max_new_tokens) == FIXED
+        beam = smol.generate(ids, dataclasses.replace(settings, method="beam"), energy=False)
+        answers.append((beam, smol.generate(ids, settings, energy=False)))
+    return answers
+
+
+def test_cover_is_beam_sampling_token_for_token(answered: list[tuple[Result, Result]]) -> None:
+    for beam, cover in answered:
         assert cover.token_ids == beam.token_ids
-        assert cover.stats.target_calls <= beam.stats.target_calls
+        assert cover.stats.drafts_accepted > 0
+        assert cover.stats.target_calls < beam.stats.target_calls
 
 
-def test_default_rule_commits_enough_layers_a_call(smol: Decoder, prompts: list[list[int]]) -> None:
-    layers = calls = 0
-    for seed, ids in enumerate(prompts[::3]):
-        stats = smol.generate(
-            ids, dataclasses.replace(smol.settings, seed=seed, max_new_tokens=24, forest="full")
-        ).stats
-        layers, calls = layers + stats.layers, calls + stats.target_calls
-    assert layers / calls >= 1.7
+def test_default_rule_commits_enough_layers_a_call(answered: list[tuple[Result, Result]]) -> None:
+    stats = [cover.stats for _, cover in answered]
+    assert sum(one.layers for one in stats) / sum(one.target_calls for one in stats) >= 2.5
 
 
 def test_deterministic_is_hugging_face_beam_search(smol: Decoder, prompts: list[list[int]]) -> None:
     model = smol.pair.target.model
-    for ids in prompts[:20:2]:
-        beam, dsbd = (
-            smol.generate(ids, Settings(method=method, deterministic=True, max_new_tokens=20)).token_ids
-            for method in ("beam", "dsbd")
-        )
+    settings = Settings(deterministic=True, forest="full", max_new_tokens=20)
+    for ids in prompts[:9:2]:  # the last one is of 200 tokens, which Hugging Face reads once a beam
+        beam = smol.generate(ids, dataclasses.replace(settings, method="beam"), energy=False)
+        dsbd = smol.generate(ids, settings, energy=False)
+        assert dsbd.stats.target_calls < beam.stats.target_calls
         answer = model.generate(
             torch.tensor([ids]), attention_mask=torch.ones(1, len(ids), dtype=torch.long),
             num_beams=4, do_sample=False, max_new_tokens=20, length_penalty=1.0, early_stopping=False,
             eos_token_id=list(smol.pair.eos_ids), pad_token_id=smol.pair.eos_ids[0], temperature=None,
             top_k=None, top_p=None,
         )  # fmt: skip
-        assert beam == dsbd == answer[0, len(ids) :].tolist()
+        assert beam.token_ids == dsbd.token_ids == answer[0, len(ids) :].tolist()
 
 
 def test_beams_cost_little_more_memory_than_one(smol: Decoder) -> None:

@@ -29,8 +29,8 @@ TEMPLATE = (
     "{% if add_generation_prompt %}<|eot|>bot:{% endif %}"
 )
 OPTIONS = [
-    "--layers", "2", "--share-embeddings", "--tokens", "9000", "--rows", "32", "--shard", "64", "--max-length", "140",
-    "--answer-tokens", "48", "--share", "0.25", "--steps", "120", "--batch-tokens", "1024", "--warmup", "10",
+    "--layers", "2", "--share-embeddings", "--tokens", "5000", "--rows", "32", "--shard", "32", "--max-length", "140",
+    "--answer-tokens", "48", "--share", "0.25", "--steps", "70", "--batch-tokens", "1024", "--warmup", "10",
     "--rate", "3e-3", "--device", "cpu", "--seed", "3",
 ]  # fmt: skip
 

@@ -109,6 +109,11 @@ def settings_of(way: str, **more: Any) -> Settings:
     return Settings(**(base | sizes | options | more))
 
 
+def is_drawn(settings: Settings) -> bool:
+    """Whether a seed changes what is decoded; where it does not, a second one asks for the same run again."""
+    return not settings.deterministic and settings.temperature > 1e-9
+
+
 def related(folder: Any) -> tuple[Any, Any]:
     """A target, and a draft that mostly agrees with it."""
     target = rand(folder, initializer_range=0.3, num_key_value_heads=2)

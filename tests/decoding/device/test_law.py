@@ -725,7 +725,7 @@ def test_below_nodes_of_the_last_iteration_the_target_speaks(law, of_target):
             weights = np.where(rng.random(draft_width) < 0.8, -1.0, -np.inf)
             forest.weight.of(block, torch.float64)[r, depth] = torch.from_numpy(weights)
 
-    for _ in range(15):
+    for _ in range(6 if interpreted(law, device) else 15):
         outcome = torch.zeros((2, layout.outcome_size), dtype=torch.long)
         memory = torch.zeros((2, layout.memory_size + 3), dtype=torch.long)[:, 3:]  # part of a larger block
         rows = packed_rows(rng, 2 * layout.nodes, of_target).view(2, layout.nodes, -1)

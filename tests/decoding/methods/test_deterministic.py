@@ -75,7 +75,7 @@ def random_cases() -> list[Case]:
         )  # fmt: skip
         eos = rng.sample(range(vocab), rng.randint(1, 4))
         if number % 4 != 3:
-            eos[0] = hugging_face(case, ())[0][rng.randint(2, 5)]
+            eos[0] = hugging_face(case._replace(budget=6), ())[0][rng.randint(2, 5)]
         cases.append(case._replace(eos=tuple(dict.fromkeys(eos))))
     return cases
 
