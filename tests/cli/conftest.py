@@ -18,23 +18,39 @@ from tests import builders
 ROOT = Path(__file__).parents[2]
 METHODS = ("multinomial", "beam", "speculative", "specinfer", "dsbd")
 # Every code path that decodes, as options; what is promised of an answer holds on each of them.
+# Without prices an adaptive forest of such small models is empty, and dsbd would be compared with itself.
+_DRAFTED = ["--forest", "full"]
 WAYS = {
     **{method: ["--method", method] for method in METHODS},
+    "speculative": ["--method", "speculative", *_DRAFTED],
+    "dsbd": ["--method", "dsbd", *_DRAFTED],
+    "dsbd adaptive": ["--method", "dsbd"],
     "specinfer wide": ["--method", "specinfer", "--tree", "3,2,1,1"],
     "specinfer spectr": ["--method", "specinfer", "--tree-rule", "spectr"],
     "specinfer rsd": ["--method", "specinfer", "--tree-rule", "rsd"],
     "beam narrow": ["--method", "beam", "--width", "1"],
-    "dsbd paper": ["--method", "dsbd", "--verify", "paper"],
-    "dsbd continue": ["--method", "dsbd", "--verify", "continue"],
-    "dsbd dynamic": ["--method", "dsbd", "--threshold", "0.9", "--min-width", "1"],
-    "dsbd paper dynamic": ["--method", "dsbd", "--verify", "paper", "--threshold", "0.9", "--min-width", "1"],
-    "dsbd one cache": ["--method", "dsbd", "--verify", "continue", "--kv", "one"],
+    "dsbd paper": ["--method", "dsbd", *_DRAFTED, "--verify", "paper"],
+    "dsbd continue": ["--method", "dsbd", *_DRAFTED, "--verify", "continue"],
+    "dsbd dynamic": ["--method", "dsbd", *_DRAFTED, "--threshold", "0.9", "--min-width", "1"],
+    "dsbd paper dynamic": [
+        "--method",
+        "dsbd",
+        *_DRAFTED,
+        "--verify",
+        "paper",
+        "--threshold",
+        "0.9",
+        "--min-width",
+        "1",
+    ],
+    "dsbd one cache": ["--method", "dsbd", *_DRAFTED, "--verify", "continue", "--kv", "one"],
     "dsbd undrafted": ["--method", "dsbd", "--gamma", "0"],
 }
 
 # Beam search without sampling takes no sampling options, so it is apart.
 EVERY_WAY = WAYS | {
-    f"{method} deterministic": ["--method", method, "--deterministic"] for method in ("beam", "dsbd")
+    "beam deterministic": ["--method", "beam", "--deterministic"],
+    "dsbd deterministic": ["--method", "dsbd", "--deterministic", *_DRAFTED],
 }
 
 
