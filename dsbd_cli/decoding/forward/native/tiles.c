@@ -22,7 +22,10 @@ typedef struct {
     const team *t;
     long rows, padded, seen; /* query rows of a group, the same and the slots rounded up */
     bf16 *x, *qkv, *query, *att, *act;
+    char *ready;   /* a product's input for many rows, laid out by all threads */
+    float *sizes;  /* of its rows, in int8 */
     uint16_t *bits; /* [query tile, slot]: which of 16 query rows see the slot */
+    uint8_t *some;  /* [query tile, 32 slots]: whether any row sees any of them */
     long *start, *limit; /* [query tile]: slots before and beyond these are seen by none of them; multiples of 32 */
     char *own;      /* [threads, own_size] */
     size_t own_size;
@@ -34,7 +37,7 @@ typedef struct {
 #define STEP 2048  /* bytes of a unit's weights for 64 bytes of a row, as tiles take them */
 #define AHEAD 8192 /* bytes of weights to fetch before they are needed */
 #define RING 4     /* steps of unpacked blocks that are kept where they are needed once */
-#define QUERIES 64 /* query rows an attention task */
+#define SLOTS 32   /* slots that a query tile looks at together */
 static long up(long x, long to) { return (x + to - 1) / to * to; }
 
 static void configure(void) {
@@ -70,6 +73,40 @@ static inline __m512 wide(const bf16 *x) {
 }
 static inline __m256i narrow(__m512 x) { return (__m256i)_mm512_cvtneps_pbh(x); }
 
+static inline __m512 bf16_of(__m512 x) { return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(narrow(x)), 16)); }
+
+/* Words of 16 bits: low 0, high 0, low 1, ... */
+static inline __m512i paired(__m512 high, __m512 low) {
+    uint16_t order[32] __attribute__((aligned(64)));
+    for (int i = 0; i < 16; i++) order[2 * i] = (uint16_t)i, order[2 * i + 1] = (uint16_t)(16 + i);
+    return _mm512_permutexvar_epi16(_mm512_load_si512(order), both(high, low));
+}
+
+/* One row of `rms_bf16`. */
+static void rms(const bf16 *x, const bf16 *weight, bf16 *out, long width, float eps) {
+    float sum = 0;
+#pragma omp simd reduction(+ : sum)
+    for (long i = 0; i < width; i++) {
+        float v = load_bf16(x[i]);
+        sum += v * v;
+    }
+    __m512 inverse = _mm512_set1_ps(1.0f / sqrtf(sum / (float)width + eps));
+    for (long i = 0; i < width; i += 16)
+        _mm256_storeu_si256((void *)(out + i),
+                            narrow(_mm512_mul_ps(wide(weight + i), bf16_of(_mm512_mul_ps(wide(x + i), inverse)))));
+}
+
+/* As `turn_bf16`. */
+static void turn(const bf16 *x, const bf16 *cos, const bf16 *sin, bf16 *out, long size) {
+    for (long i = 0, k = size / 2; k < size; i += 16, k += 16) {
+        __m512 a = wide(x + i), b = wide(x + k);
+        __m512 low = _mm512_sub_ps(bf16_of(_mm512_mul_ps(a, wide(cos + i))), bf16_of(_mm512_mul_ps(b, wide(sin + i))));
+        __m512 high = _mm512_add_ps(bf16_of(_mm512_mul_ps(b, wide(cos + k))), bf16_of(_mm512_mul_ps(a, wide(sin + k))));
+        _mm256_storeu_si256((void *)(out + i), narrow(low));
+        _mm256_storeu_si256((void *)(out + k), narrow(high));
+    }
+}
+
 /* A product's input for all rows: as it is; in int8 with one scale a row; or, for weights in blocks, pairs of
  * inputs of 16 rows side by side. One byte would be too coarse beside a token's largest value, so there are two:
  * 16 rows of high bytes, then what those leave, in 254ths. They are multiplied by the same weights, which are
@@ -82,29 +119,28 @@ typedef struct {
 
 #define FINE 254.0f
 
-/* x [count, w->in] as `w` is multiplied with; `to` has room for two bytes a number of whole tiles. */
-static input input_of(const job *j, const linear *w, const bf16 *x, long count, char *to, float *sizes) {
-    long width = w->in, steps = width / DEEP;
-    if (w->format != TILES) {
-        for (long n = 0; n < count; n += TILE) {
-            const uint32_t *rows = (const uint32_t *)(x + n * width);
-            uint32_t *pairs = (uint32_t *)(to + n * width * 2);
-            if (count - n > 4)
-                for (long s = 0; s < steps; s++) transpose(rows + s * TILE, width / 2, pairs + s * TILE * TILE, TILE);
-            else
-                for (long row = 0; row < count - n; row++)
-                    for (long i = 0; i < width / 2; i++) pairs[i * TILE + row] = rows[row * width / 2 + i];
-        }
-        return (input){to, 64, TILE * 64, TILE * width * 2, NULL};
-    }
-    if (!j->m->int8) return (input){(const char *)x, width * 2, 64, TILE * width * 2, NULL};
-    for (long n = 0; n < count; n++, x += width) {
-        char *high = to + (n / TILE * 2 * TILE + n % TILE) * width, *low = high + TILE * width;
+static input input_in_pairs(const char *data, long width) {
+    return (input){data, 64, TILE * 64, TILE * width * 2, NULL};
+}
+
+/* Rows of 16 (at most) in pairs, `to` [width / 2, 16 rows]. */
+static void in_pairs(const bf16 *x, long width, long rows, uint32_t *to) {
+    const uint32_t *from = (const uint32_t *)x;
+    if (rows > 4)
+        for (long i = 0; i < width / 2; i += TILE) transpose(from + i, width / 2, to + i * TILE, TILE);
+    else
+        for (long row = 0; row < rows; row++)
+            for (long i = 0; i < width / 2; i++) to[i * TILE + row] = from[row * width / 2 + i];
+}
+
+static void in_bytes(const bf16 *x, long width, long rows, char *to, float *sizes) {
+    for (long row = 0; row < rows; row++, x += width) {
+        char *high = to + row * width, *low = high + TILE * width;
         __m512 most = _mm512_set1_ps(1e-9f);
         for (long i = 0; i < width; i += 16) most = _mm512_max_ps(most, _mm512_abs_ps(wide(x + i)));
         float size = _mm512_reduce_max_ps(most) / 127.0f;
         __m512 scale = _mm512_set1_ps(1.0f / size);
-        sizes[n] = size;
+        sizes[row] = size;
         for (long i = 0; i < width; i += 16) {
             __m512 v = _mm512_mul_ps(wide(x + i), scale);
             __m512i whole = _mm512_cvtps_epi32(v);
@@ -113,7 +149,46 @@ static input input_of(const job *j, const linear *w, const bf16 *x, long count, 
             _mm_store_si128((void *)(low + i), _mm512_cvtsepi32_epi8(_mm512_cvtps_epi32(rest)));
         }
     }
-    return (input){to, width, 64, TILE * width, sizes};
+}
+
+/* What a thread lays few rows out in; `normed` for 16 rows. */
+typedef struct {
+    char *small;
+    float *sizes;
+    bf16 *normed;
+} desk;
+
+/* x [count, w->in] (or its rows `keep`), normed where there are weights `norm` for that, as `w` is multiplied with.
+ * Up to 16 rows each thread lays out for itself; more they share, and meet. */
+static input input_of(job *j, const linear *w, const bf16 *x, const int64_t *keep, const bf16 *norm, long count,
+                      const desk *d, long me) {
+    long width = w->in, tiles = up(count, TILE) / TILE, first = 0, last = tiles;
+    int blocks = w->format != TILES, bytes = j->m->int8 != 0;
+    if (!blocks && !bytes && !norm) return (input){(const char *)x, width * 2, 64, TILE * width * 2, NULL};
+    char *to = d->small;
+    float *sizes = d->sizes;
+    if (tiles > 1) {
+        to = j->ready, sizes = j->sizes;
+        first = tiles * me / j->all.workers, last = tiles * (me + 1) / j->all.workers;
+    }
+    for (long t = first; t < last; t++) {
+        char *place = to + t * TILE * width * 2;
+        long rows = count - t * TILE < TILE ? count - t * TILE : TILE;
+        const bf16 *from = x + t * TILE * width;
+        if (norm) {
+            bf16 *normed = blocks || bytes ? d->normed : (bf16 *)place;
+            for (long row = 0; row < rows; row++)
+                rms(keep ? x + keep[t * TILE + row] * width : from + row * width, norm, normed + row * width, width,
+                    j->m->eps);
+            from = normed;
+        }
+        if (blocks) in_pairs(from, width, rows, (uint32_t *)place);
+        else if (bytes) in_bytes(from, width, rows, place, sizes + t * TILE);
+    }
+    if (tiles > 1) meet(&j->all);
+    if (blocks) return input_in_pairs(to, width);
+    if (bytes) return (input){to, width, 64, TILE * width, sizes};
+    return (input){to, width * 2, 64, TILE * width * 2, NULL};
 }
 
 enum { STORE, ADD, SILU };
@@ -161,9 +236,9 @@ FIRST const char *read_blocks(const linear *w, const char *unit, long s, long st
         } else if (tall == 2) {                                                                              \
             _tile_loadd(5, from + a.tile, a.stride);                                                         \
             DP(2, 5, 7);                                                                                     \
-            _tile_loadd(7, b + STEP / 2, 64);                                                                \
-            DP(1, 6, 7);                                                                                     \
-            DP(3, 5, 7);                                                                                     \
+            _tile_loadd(4, b + STEP / 2, 64);                                                                \
+            DP(1, 6, 4);                                                                                     \
+            DP(3, 5, 4);                                                                                     \
         } else {                                                                                             \
             _tile_loadd(6, from + a.tile, a.stride);                                                         \
             DP(2, 6, 7);                                                                                     \
@@ -202,8 +277,45 @@ static void turned_back(const float *from, float *to, long rows) {
         }
 }
 
-/* Rows x units of one product; `out` [rows, stride] is written, added to, or gets silu(gate) x up. `buffer` has
- * room for a unit as tiles take it. */
+static inline __m512 silu(__m512 gate, __m512 by) {
+    __m512 e = exp16(_mm512_sub_ps(_mm512_setzero_ps(), gate));
+    return _mm512_mul_ps(_mm512_div_ps(gate, _mm512_add_ps(e, _mm512_set1_ps(1.0f))), by);
+}
+
+/* Unit u's sums from blocks (and its bias), an output of 16 rows. */
+static inline __m512 sums_of(const linear *w, const float *sums, long u, int output) {
+    __m512 out = _mm512_load_ps(sums + output * TILE);
+    return w->bias ? _mm512_add_ps(out, _mm512_set1_ps(w->bias[u * UNIT + output])) : out;
+}
+
+/* Sums of unit u from blocks: silu(gate) x up of 16 rows a tile, in pairs: as the next product takes it. */
+static void silu_in_pairs(const linear *w, const float *sums, long u, long rows, char *to, long tile) {
+    for (long n = 0; n < rows; n += TILE, sums += TILE * UNIT, to += tile)
+        for (int o = 0; o < TILE; o += 2)
+            _mm512_store_si512(to + (u * TILE + o) * 32,
+                               paired(silu(sums_of(w, sums, u, o + 1), sums_of(w, sums, u, TILE + o + 1)),
+                                      silu(sums_of(w, sums, u, o), sums_of(w, sums, u, TILE + o))));
+}
+
+/* Sums of unit u from blocks, in bfloat16, to rows of `out`. */
+static void store_rows(const linear *w, const float *sums, long u, long rows, bf16 *out, long stride) {
+    uint32_t pairs[TILE * TILE] __attribute__((aligned(64))), lines[TILE * TILE];
+    for (; rows > 0; rows -= TILE, sums += TILE * UNIT, out += TILE * stride) {
+        for (int o = 0; o < UNIT; o += 2)
+            _mm512_store_si512(pairs + o / 2 * TILE, paired(sums_of(w, sums, u, o + 1), sums_of(w, sums, u, o)));
+        if (rows >= TILE && (u + 1) * UNIT <= w->out) {
+            transpose(pairs, TILE, out + u * UNIT, stride / 2);
+            continue;
+        }
+        transpose(pairs, TILE, lines, TILE);
+        long width = w->out - u * UNIT < UNIT ? w->out - u * UNIT : UNIT;
+        for (long row = 0; row < rows && row < TILE; row++)
+            memcpy(out + row * stride + u * UNIT, lines + row * TILE, (size_t)width * 2);
+    }
+}
+
+/* Rows x units of one product; `out` [rows, stride] is written, added to, or gets silu(gate) x up: in pairs where
+ * `stride` is 0. `buffer` has room for a unit as tiles take it. */
 static void product(const job *j, const linear *w, input a, long count, bf16 *out, long stride, int kind, long me,
                     char *buffer) {
     long steps = w->in * (j->m->int8 ? 1 : 2) / 64, units = up(w->out, UNIT) / UNIT;
@@ -220,15 +332,23 @@ static void product(const job *j, const linear *w, input a, long count, bf16 *ou
             const char *x = a.data + n / TILE * a.tile;
             float *c = sums;
             if (a.size) tall = 2, rows = TILE, x += n / TILE * a.tile; /* high and low bytes */
+            long last = left < rows ? left : rows;
             if (j->m->int8) {
                 MULTIPLY(_tile_dpbssd, read_tiles(unit, s))
             } else if (blocks) {
                 MULTIPLY(OUTPUTS_FIRST, read_blocks(w, unit, s, steps, buffer, ring))
-                turned_back(sums, c = back, left < rows ? left : rows);
+                if (!stride) {
+                    silu_in_pairs(w, sums, u, rows, (char *)out + n * w->out, TILE * w->out);
+                    continue;
+                }
+                if (kind == STORE && last > 3) {
+                    store_rows(w, sums, u, last, out + n * stride, stride);
+                    continue;
+                }
+                turned_back(sums, c = back, last);
             } else {
                 MULTIPLY(_tile_dpbf16ps, read_tiles(unit, s))
             }
-            long last = left < rows ? left : rows;
             for (long row = 0; row < last; row++) {
                 __m512 half[2];
                 for (int h = 0; h < 2; h++) {
@@ -245,9 +365,7 @@ static void product(const job *j, const linear *w, input a, long count, bf16 *ou
                 }
                 bf16 *to = out + (n + row) * stride;
                 if (kind == SILU) {
-                    __m512 e = exp16(_mm512_sub_ps(_mm512_setzero_ps(), half[0]));
-                    __m512 gate = _mm512_div_ps(half[0], _mm512_add_ps(e, _mm512_set1_ps(1.0f)));
-                    _mm256_storeu_si256((void *)(to + u * TILE), narrow(_mm512_mul_ps(gate, half[1])));
+                    _mm256_storeu_si256((void *)(to + u * TILE), narrow(silu(half[0], half[1])));
                     continue;
                 }
                 for (int h = 0; h < 2; h++) {
@@ -274,156 +392,194 @@ static void rotate(const job *j, long at, long me) {
             int is_key = h >= m->heads;
             const bf16 *weight = is_key ? l->k_norm : l->q_norm, *head = from;
             if (weight) {
-                rms_bf16(from, weight, normed, 1, size, m->head_eps);
+                rms(from, weight, normed, size, m->head_eps);
                 head = normed;
             }
             bf16 *to = is_key ? r->keys[at] + ((h - m->heads) * r->capacity + r->slots[n]) * size
                               : j->query + ((h / shared) * j->padded + n * shared + h % shared) * size;
-            turn_bf16(head, r->cos + n * size, r->sin + n * size, to, size);
+            turn(head, r->cos + n * size, r->sin + n * size, to, size);
         }
         for (long g = 0; g < m->groups; g++, from += size)
             memcpy(r->values[at] + (g * r->capacity + r->slots[n]) * size, from, (size_t)size * 2);
     }
 }
 
-/* One group's attention for query rows `first` to `last` (at most QUERIES of them). */
-static void attend(const job *j, long at, long g, long first, long last, char *own) {
+/* One group's attention for query tiles `first`, `first` + `by`, ... */
+static void attend(const job *j, long at, long g, long first, long by, char *own) {
     const model *m = j->m;
     const request *r = j->r;
-    long size = m->size, shared = m->heads / m->groups, deep = size / 32, tiles = up(last - first, TILE) / TILE;
-    /* Requests have slots of their own: a tile of rows looks from the first to the last that they see. */
-    const long *starts = j->start + first / TILE, *limits = j->limit + first / TILE;
-    long start = j->seen, limit = 0;
-    for (long t = 0; t < tiles; t++) {
-        start = starts[t] < start ? starts[t] : start;
-        limit = limits[t] > limit ? limits[t] : limit;
-    }
-    uint32_t *turned = (uint32_t *)own;                      /* [tile, size / 2, 16 rows] */
-    float *scores = (float *)(turned + QUERIES * size / 2);  /* [slot, row] */
-    bf16 *weights = (bf16 *)(scores + j->seen * QUERIES);    /* [row, slot] */
-    bf16 *pairs = weights + j->seen * QUERIES;               /* [slot / 2, size, 2] */
-    bf16 *edge = pairs + j->seen * size;                     /* [16 slots, size] */
-    float *sums = (float *)(edge + TILE * size), *out = sums + QUERIES; /* [row], [16, 64] */
+    long size = m->size, shared = m->heads / m->groups, deep = size / 32, tiles = up(j->rows, TILE) / TILE;
+    uint32_t *turned = (uint32_t *)own;                  /* [size / 2, 16 rows] */
+    float *scores = (float *)(turned + TILE * size / 2); /* [slot, 16 rows] */
+    bf16 *weights = (bf16 *)(scores + j->seen * TILE);   /* [slot / 32, 16 rows, 32] */
+    bf16 *pairs = weights + j->seen * TILE;              /* [slot / 32, size / 16, 16, 16, 2] */
+    bf16 *edge = pairs + j->seen * size;                 /* [32 slots, size] */
+    float *out = (float *)(edge + SLOTS * size);         /* [16, 64] */
+    float *sums = out + TILE * 64;                       /* [row] */
     const bf16 *keys = r->keys[at] + g * r->capacity * size, *values = r->values[at] + g * r->capacity * size;
-    for (long t = 0; t < tiles; t++)
-        for (long row = 0; row < TILE; row++) {
-            const uint32_t *from = (const uint32_t *)(j->query + (g * j->padded + first + t * TILE + row) * size);
-            for (long i = 0; i < size / 2; i++) turned[(t * size / 2 + i) * TILE + row] = from[i];
-        }
-    for (long s = start; s < limit; s += TILE) {
-        const bf16 *k = keys + s * size;
-        if (s + TILE > r->capacity) {
-            memset(edge, 0, (size_t)(TILE * size) * 2);
-            if (s < r->capacity) memcpy(edge, k, (size_t)((r->capacity - s) * size) * 2);
-            k = edge;
-        }
-        _tile_loadd(0, k, size * 2);
-        if (deep > 1) _tile_loadd(1, k + 32, size * 2);
-        if (deep > 2) _tile_loadd(2, k + 64, size * 2);
-        if (deep > 3) _tile_loadd(3, k + 96, size * 2);
-        for (long t = 0; t < tiles; t++) {
-            if (s < starts[t] || s >= limits[t]) continue;
-            const uint32_t *q = turned + t * size / 2 * TILE;
-            _tile_zero(4);
-            _tile_loadd(5, q, 64);
-            _tile_dpbf16ps(4, 0, 5);
-            if (deep > 1) {
-                _tile_loadd(6, q + 256, 64);
-                _tile_dpbf16ps(4, 1, 6);
-            }
-            if (deep > 2) {
-                _tile_loadd(5, q + 512, 64);
-                _tile_dpbf16ps(4, 2, 5);
-            }
-            if (deep > 3) {
-                _tile_loadd(6, q + 768, 64);
-                _tile_dpbf16ps(4, 3, 6);
-            }
-            _tile_stored(4, scores + s * QUERIES + t * TILE, QUERIES * 4);
-        }
-    }
-    __m512 scaling = _mm512_set1_ps(m->scaling);
-    __m512i rows = _mm512_mullo_epi32(_mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0),
-                                      _mm512_set1_epi32((int)(limit / 2)));
-    for (long t = 0; t < tiles; t++) {
-        const uint16_t *bits = j->bits + (first / TILE + t) * j->seen;
-        const float *column = scores + t * TILE;
-        __m512 most = _mm512_set1_ps(-INFINITY), sum = _mm512_setzero_ps();
-        for (long s = starts[t]; s < limits[t]; s++)
-            most = _mm512_mask_max_ps(most, bits[s], most, _mm512_load_ps(column + s * QUERIES));
-        most = _mm512_mul_ps(most, scaling);
-        uint32_t *to = (uint32_t *)(weights + t * TILE * limit);
-        for (long s = starts[t]; s < limits[t]; s += 2) {
-            __m512i both = _mm512_setzero_si512();
-            if (bits[s] | bits[s + 1]) {
-                __m512 e = _mm512_maskz_mov_ps(
-                    bits[s], exp16(_mm512_fmsub_ps(_mm512_load_ps(column + s * QUERIES), scaling, most)));
-                __m512 f = _mm512_maskz_mov_ps(
-                    bits[s + 1], exp16(_mm512_fmsub_ps(_mm512_load_ps(column + (s + 1) * QUERIES), scaling, most)));
-                sum = _mm512_add_ps(sum, _mm512_add_ps(e, f));
-                both = _mm512_or_si512(_mm512_cvtepu16_epi32(narrow(e)),
-                                       _mm512_slli_epi32(_mm512_cvtepu16_epi32(narrow(f)), 16));
-            }
-            _mm512_i32scatter_epi32(to + s / 2, rows, both, 4);
-        }
-        _mm512_store_ps(sums + t * TILE, sum);
-    }
     uint16_t order[64];
     for (int i = 0; i < 32; i++) order[2 * i] = (uint16_t)i, order[2 * i + 1] = (uint16_t)(32 + i);
     __m512i low = _mm512_loadu_si512(order), high = _mm512_loadu_si512(order + 32);
-    for (long s = start; s < limit; s += 2)
-        for (long d = 0; d < size; d += 32) {
-            __m512i a = _mm512_setzero_si512(), b = a;
-            if (s < r->capacity) a = _mm512_loadu_si512(values + s * size + d);
-            if (s + 1 < r->capacity) b = _mm512_loadu_si512(values + (s + 1) * size + d);
-            _mm512_storeu_si512(pairs + s * size + 2 * d, _mm512_permutex2var_epi16(a, low, b));
-            _mm512_storeu_si512(pairs + s * size + 2 * d + 32, _mm512_permutex2var_epi16(a, high, b));
+    for (long s = 0; s < j->seen; s += SLOTS) {
+        int any = 0;
+        for (long t = first; t < tiles && !any; t += by) any = j->some[(t * j->seen + s) / SLOTS];
+        if (!any) continue;
+        for (long i = s; i < s + SLOTS; i += 2)
+            for (long d = 0; d < size; d += 32) {
+                __m512i a = _mm512_setzero_si512(), b = a;
+                if (i < r->capacity) a = _mm512_loadu_si512(values + i * size + d);
+                if (i + 1 < r->capacity) b = _mm512_loadu_si512(values + (i + 1) * size + d);
+                bf16 *to = pairs + s * size + d * SLOTS + (i - s) * TILE;
+                _mm512_store_si512(to, _mm512_permutex2var_epi16(a, low, b));
+                _mm512_store_si512(to + TILE * SLOTS, _mm512_permutex2var_epi16(a, high, b));
+            }
+    }
+    __m512 scaling = _mm512_set1_ps(m->scaling);
+    for (long t = first; t < tiles; t += by) {
+        const uint16_t *bits = j->bits + t * j->seen;
+        const uint8_t *some = j->some + t * j->seen / SLOTS;
+        long start = j->start[t], limit = j->limit[t];
+        const uint32_t *query = (const uint32_t *)(j->query + (g * j->padded + t * TILE) * size);
+        for (long i = 0; i < size / 2; i += TILE) transpose(query + i, size / 2, turned + i * TILE, TILE);
+        _tile_loadd(0, turned, 64);
+        if (deep > 1) _tile_loadd(1, turned + 256, 64);
+        if (deep > 2) _tile_loadd(2, turned + 512, 64);
+        if (deep > 3) _tile_loadd(3, turned + 768, 64);
+        __m512 most = _mm512_set1_ps(-INFINITY), sum = _mm512_setzero_ps();
+        for (long s = start; s < limit; s += SLOTS) {
+            if (!some[s / SLOTS]) continue;
+            const bf16 *k = keys + s * size;
+            if (s + SLOTS > r->capacity) {
+                memset(edge, 0, (size_t)(SLOTS * size) * 2);
+                if (s < r->capacity) memcpy(edge, k, (size_t)((r->capacity - s) * size) * 2);
+                k = edge;
+            }
+            _tile_zero(6);
+            _tile_zero(7);
+            _tile_loadd(4, k, size * 2);
+            _tile_dpbf16ps(6, 4, 0);
+            _tile_loadd(5, k + TILE * size, size * 2);
+            _tile_dpbf16ps(7, 5, 0);
+            if (deep > 1) {
+                _tile_loadd(4, k + 32, size * 2);
+                _tile_dpbf16ps(6, 4, 1);
+                _tile_loadd(5, k + TILE * size + 32, size * 2);
+                _tile_dpbf16ps(7, 5, 1);
+            }
+            if (deep > 2) {
+                _tile_loadd(4, k + 64, size * 2);
+                _tile_dpbf16ps(6, 4, 2);
+                _tile_loadd(5, k + TILE * size + 64, size * 2);
+                _tile_dpbf16ps(7, 5, 2);
+            }
+            if (deep > 3) {
+                _tile_loadd(4, k + 96, size * 2);
+                _tile_dpbf16ps(6, 4, 3);
+                _tile_loadd(5, k + TILE * size + 96, size * 2);
+                _tile_dpbf16ps(7, 5, 3);
+            }
+            _tile_stored(6, scores + s * TILE, 64);
+            _tile_stored(7, scores + (s + TILE) * TILE, 64);
         }
-    for (long t = 0; t < tiles; t++)
-        for (long d = 0; d < size; d += 32) {
+        for (long s = start; s < limit; s += SLOTS)
+            if (some[s / SLOTS])
+                for (long i = s; i < s + SLOTS; i++)
+                    most = _mm512_mask_max_ps(most, bits[i], most, _mm512_load_ps(scores + i * TILE));
+        most = _mm512_mul_ps(most, scaling);
+        for (long s = start; s < limit; s += SLOTS) {
+            if (!some[s / SLOTS]) continue;
+            uint32_t turn[TILE * TILE] __attribute__((aligned(64)));
+            for (long i = s; i < s + SLOTS; i += 2) {
+                __m512i line = _mm512_setzero_si512();
+                if (bits[i] | bits[i + 1]) {
+                    __m512 e = _mm512_maskz_mov_ps(
+                        bits[i], exp16(_mm512_fmsub_ps(_mm512_load_ps(scores + i * TILE), scaling, most)));
+                    __m512 f = _mm512_maskz_mov_ps(
+                        bits[i + 1], exp16(_mm512_fmsub_ps(_mm512_load_ps(scores + (i + 1) * TILE), scaling, most)));
+                    sum = _mm512_add_ps(sum, _mm512_add_ps(e, f));
+                    line = paired(f, e);
+                }
+                _mm512_store_si512(turn + (i - s) / 2 * TILE, line);
+            }
+            transpose(turn, TILE, weights + s * TILE, TILE);
+        }
+        _mm512_store_ps(sums, sum);
+        for (long d = 0; d < size; d += 64) {
+            int more = size - d > 32;
             _tile_zero(0);
             _tile_zero(1);
-            for (long s = starts[t]; s < limits[t]; s += 32) {
-                const bf16 *v = pairs + s * size + 2 * d;
-                _tile_loadd(4, weights + t * TILE * limit + s, limit * 2);
-                _tile_loadd(5, v, size * 4);
-                _tile_loadd(6, v + 32, size * 4);
+            _tile_zero(2);
+            _tile_zero(3);
+            for (long s = start; s < limit; s += SLOTS) {
+                if (!some[s / SLOTS]) continue;
+                const bf16 *v = pairs + s * size + d * SLOTS;
+                _tile_loadd(4, weights + s * TILE, 64);
+                _tile_loadd(5, v, 64);
                 _tile_dpbf16ps(0, 4, 5);
+                _tile_loadd(6, v + TILE * SLOTS, 64);
                 _tile_dpbf16ps(1, 4, 6);
+                if (!more) continue;
+                _tile_loadd(7, v + 2 * TILE * SLOTS, 64);
+                _tile_dpbf16ps(2, 4, 7);
+                _tile_loadd(5, v + 3 * TILE * SLOTS, 64);
+                _tile_dpbf16ps(3, 4, 5);
             }
-            _tile_stored(0, out, 128);
-            _tile_stored(1, out + TILE, 128);
-            for (long row = 0; row < TILE && first + t * TILE + row < last; row++) {
-                long q = first + t * TILE + row;
-                __m512 scale = _mm512_set1_ps(1.0f / sums[t * TILE + row]);
+            _tile_stored(0, out, 256);
+            _tile_stored(1, out + TILE, 256);
+            if (more) {
+                _tile_stored(2, out + 2 * TILE, 256);
+                _tile_stored(3, out + 3 * TILE, 256);
+            }
+            for (long row = 0; row < TILE && t * TILE + row < j->rows; row++) {
+                long q = t * TILE + row;
+                __m512 scale = _mm512_set1_ps(1.0f / sums[row]);
                 bf16 *to = j->att + (q / shared) * m->heads * size + (g * shared + q % shared) * size + d;
-                for (int h = 0; h < 2; h++)
+                for (int h = 0; h < (more ? 4 : 2); h++)
                     _mm256_storeu_si256((void *)(to + h * TILE),
-                                        narrow(_mm512_mul_ps(_mm512_load_ps(out + row * 32 + h * TILE), scale)));
+                                        narrow(_mm512_mul_ps(_mm512_load_ps(out + row * 64 + h * TILE), scale)));
             }
         }
+    }
 }
 
-/* Who sees what, as bits: once a forward, by the calling thread. */
-static void see(job *j) {
-    const request *r = j->r;
-    long shared = j->m->heads / j->m->groups;
-    for (long n = 0; n < r->count; n++) {
-        const bf16 *mask = r->mask + n * r->mask_stride;
-        long last = r->mask ? r->used : r->begin + n + 2; /* slots 1, 2, ... hold a prompt in order */
-        for (long row = n * shared; row < (n + 1) * shared; row++) {
-            uint16_t bit = (uint16_t)(1u << row % TILE), *bits = j->bits + row / TILE * j->seen;
-            long top = 0, bottom = j->seen;
-            for (long s = r->mask ? 0 : 1; s < last; s++)
-                if (!r->mask || !(mask[s] & 0x7fffu)) {
-                    bits[s] |= bit;
-                    bottom = s < bottom ? s : bottom;
-                    top = s + 1;
-                }
-            top = up(top, 32), bottom = bottom / 32 * 32;
-            if (top > j->limit[row / TILE]) j->limit[row / TILE] = top;
-            if (bottom < j->start[row / TILE]) j->start[row / TILE] = bottom;
+/* Which of the 32 slots from s on node n sees. */
+static uint32_t looked_at(const request *r, long n, long s) {
+    if (!r->mask) { /* slots 1, 2, ... hold a prompt in order */
+        long last = r->begin + n + 2 - s;
+        uint32_t all = last <= 0 ? 0 : last < SLOTS ? (1u << last) - 1 : ~0u;
+        return s ? all : all & ~1u;
+    }
+    const bf16 *mask = r->mask + n * r->mask_stride + s;
+    if (s + SLOTS <= r->used) return _mm512_testn_epi16_mask(_mm512_loadu_si512(mask), _mm512_set1_epi16(0x7fff));
+    uint32_t found = 0;
+    for (long i = 0; i < r->used - s; i++) found |= (uint32_t)!(mask[i] & 0x7fffu) << i;
+    return found;
+}
+
+/* Who sees what, as bits: this thread's share of the query tiles. */
+static void see(const job *j, long me) {
+    long shared = j->m->heads / j->m->groups, tiles = up(j->rows, TILE) / TILE;
+    for (long t = tiles * me / j->all.workers; t < tiles * (me + 1) / j->all.workers; t++) {
+        uint16_t *bits = j->bits + t * j->seen;
+        uint8_t *some = j->some + t * j->seen / SLOTS;
+        long start = j->seen, limit = 0, end = (t + 1) * TILE < j->rows ? (t + 1) * TILE : j->rows;
+        memset(bits, 0, (size_t)j->seen * 2);
+        memset(some, 0, (size_t)(j->seen / SLOTS));
+        for (long row = t * TILE, next; row < end; row = next) {
+            long n = row / shared;
+            next = (n + 1) * shared < end ? (n + 1) * shared : end;
+            int mine = ((1 << (next - row)) - 1) << row % TILE;
+            for (long s = 0; s < j->seen; s += SLOTS) {
+                uint32_t which = looked_at(j->r, n, s);
+                if (!which) continue;
+                __m512i more = _mm512_maskz_set1_epi16(which, (short)mine);
+                _mm512_store_si512(bits + s, _mm512_or_si512(_mm512_load_si512(bits + s), more));
+                some[s / SLOTS] = 1;
+                start = s < start ? s : start;
+                limit = s + SLOTS > limit ? s + SLOTS : limit;
+            }
         }
+        j->start[t] = start, j->limit[t] = limit;
     }
 }
 
@@ -435,53 +591,50 @@ static void work(void *data) {
     if (j->t->threads > 1) j->all.workers = j->t->count(); /* the same for all; may be fewer than asked for */
     configure();
     char *own = j->own + (size_t)me * j->own_size;
-    long width = m->hidden > m->inner ? m->hidden : m->inner, rows = up(count, 3 * TILE);
+    long width = m->hidden > m->inner ? m->hidden : m->inner;
     if (m->heads * m->size > width) width = m->heads * m->size;
-    bf16 *normed = (bf16 *)own;
-    char *small = (char *)(normed + rows * m->hidden);
-    float *sizes = (float *)(small + 2 * rows * width);
-    char *unit = (char *)(sizes + up(rows, 16)), *rest = unit + width / DEEP * STEP;
-    long tasks = up(j->rows, QUERIES) / QUERIES, stride = (m->heads + 2 * m->groups) * m->size;
+    desk d = {.small = own, .sizes = (float *)(own + 2 * TILE * width)};
+    d.normed = (bf16 *)(d.sizes + TILE);
+    char *unit = (char *)(d.normed + TILE * m->hidden), *rest = unit + width / DEEP * STEP;
+    long stride = (m->heads + 2 * m->groups) * m->size, parts = 1, tiles = up(j->rows, TILE) / TILE;
+    while (parts < tiles && parts * m->groups % j->all.workers) parts++; /* the same for each thread, if that can be */
+    see(j, me);
     for (long at = 0; at < m->layers; at++) {
         const layer *l = m->layer + at;
-        rms_bf16(j->x, l->before, normed, count, m->hidden, m->eps);
-        product(j, &l->qkv, input_of(j, &l->qkv, normed, count, small, sizes), count, j->qkv, stride, STORE, me,
-                unit);
+        input a = input_of(j, &l->qkv, j->x, NULL, l->before, count, &d, me);
+        product(j, &l->qkv, a, count, j->qkv, stride, STORE, me, unit);
         meet(&j->all);
         rotate(j, at, me);
         meet(&j->all);
-        for (long task = me; task < tasks * m->groups; task += j->all.workers) {
-            long first = task % tasks * QUERIES;
-            attend(j, at, task / tasks, first, first + QUERIES < j->rows ? first + QUERIES : j->rows, rest);
-        }
+        for (long task = me; task < parts * m->groups; task += j->all.workers)
+            attend(j, at, task / parts, task % parts, parts, rest);
         meet(&j->all);
-        product(j, &l->out, input_of(j, &l->out, j->att, count, small, sizes), count, j->x, m->hidden, ADD, me,
-                unit);
+        a = input_of(j, &l->out, j->att, NULL, NULL, count, &d, me);
+        product(j, &l->out, a, count, j->x, m->hidden, ADD, me, unit);
         meet(&j->all);
-        rms_bf16(j->x, l->after, normed, count, m->hidden, m->eps);
-        product(j, &l->gate_up, input_of(j, &l->gate_up, normed, count, small, sizes), count, j->act, m->inner,
-                SILU, me, unit);
+        a = input_of(j, &l->gate_up, j->x, NULL, l->after, count, &d, me);
+        int pairs = count > TILE / 2 && l->gate_up.format != TILES && l->down.format != TILES;
+        product(j, &l->gate_up, a, count, j->act, pairs ? 0 : m->inner, SILU, me, unit);
         meet(&j->all);
-        product(j, &l->down, input_of(j, &l->down, j->act, count, small, sizes), count, j->x, m->hidden, ADD, me,
-                unit);
+        if (pairs) a = input_in_pairs((const char *)j->act, m->inner);
+        else a = input_of(j, &l->down, j->act, NULL, NULL, count, &d, me);
+        product(j, &l->down, a, count, j->x, m->hidden, ADD, me, unit);
         meet(&j->all);
     }
-    for (long i = 0; i < r->kept; i++)
-        rms_bf16(j->x + r->keep[i] * m->hidden, m->norm, normed + i * m->hidden, 1, m->hidden, m->eps);
-    product(j, &m->head, input_of(j, &m->head, normed, r->kept, small, sizes), r->kept, r->logits, m->head.out, STORE,
-            me, unit);
+    input a = input_of(j, &m->head, j->x, r->keep, m->norm, r->kept, &d, me);
+    product(j, &m->head, a, r->kept, r->logits, m->head.out, STORE, me, unit);
     _tile_release();
 }
 
-enum { PARTS = 8 };
+enum { PARTS = 10 };
 
 /* Bytes of each buffer of a forward of `count` rows over `used` slots. */
 static void sizes_of(const model *m, long count, long used, long threads, long *parts) {
-    long rows = up(count, 3 * TILE), padded = up(count * (m->heads / m->groups), QUERIES), seen = up(used, 32);
+    long rows = up(count, 3 * TILE), padded = up(count * (m->heads / m->groups), TILE), seen = up(used, SLOTS);
     long width = m->hidden > m->inner ? m->hidden : m->inner;
     if (m->heads * m->size > width) width = m->heads * m->size;
-    long own = rows * m->hidden * 2 + 2 * rows * width + up(rows, 16) * 4 + width / DEEP * STEP;
-    own += QUERIES * m->size * 2 + seen * QUERIES * 6 + seen * m->size * 2 + TILE * m->size * 2 + 4096;
+    long own = 2 * TILE * width + TILE * 4 + TILE * m->hidden * 2 + width / DEEP * STEP;
+    own += 2 * TILE * m->size + seen * TILE * 6 + seen * m->size * 2 + SLOTS * m->size * 2 + 2 * 4096 + TILE * 4;
     parts[0] = rows * m->hidden * 2;
     parts[1] = rows * (m->heads + 2 * m->groups) * m->size * 2;
     parts[2] = m->groups * padded * m->size * 2;
@@ -490,6 +643,8 @@ static void sizes_of(const model *m, long count, long used, long threads, long *
     parts[5] = padded / TILE * seen * 2;
     parts[6] = padded / TILE * 2 * (long)sizeof(long);
     parts[7] = up(own, 4096) * threads;
+    parts[8] = rows * (width * 2 + 4);
+    parts[9] = padded / TILE * seen / SLOTS;
     for (int i = 0; i < PARTS; i++) parts[i] = up(parts[i], 64);
 }
 
@@ -508,16 +663,14 @@ void forward(const model *m, const request *r, const team *t, char *memory) {
     char *at[PARTS];
     sizes_of(m, r->count, r->used, t->threads, parts);
     for (int i = 0; i < PARTS; memory += parts[i++]) at[i] = memory;
-    job j = {.m = m, .r = r, .t = t, .rows = r->count * shared, .padded = up(r->count * shared, QUERIES),
-             .seen = up(r->used, 32), .x = (bf16 *)at[0], .qkv = (bf16 *)at[1], .query = (bf16 *)at[2],
+    job j = {.m = m, .r = r, .t = t, .rows = r->count * shared, .padded = up(r->count * shared, TILE),
+             .seen = up(r->used, SLOTS), .x = (bf16 *)at[0], .qkv = (bf16 *)at[1], .query = (bf16 *)at[2],
              .att = (bf16 *)at[3], .act = (bf16 *)at[4], .bits = (uint16_t *)at[5], .limit = (long *)at[6],
-             .start = (long *)at[6] + up(r->count * shared, QUERIES) / TILE,
-             .own = at[7], .own_size = (size_t)(parts[7] / t->threads), .all = {.workers = 1}};
+             .start = (long *)at[6] + up(r->count * shared, TILE) / TILE,
+             .own = at[7], .own_size = (size_t)(parts[7] / t->threads), .ready = at[8],
+             .some = (uint8_t *)at[9], .all = {.workers = 1}};
+    j.sizes = (float *)(at[8] + parts[8]) - up(r->count, 3 * TILE);
     memcpy(j.x, r->x, (size_t)(r->count * m->hidden) * 2);
-    memset(j.bits, 0, (size_t)parts[5]);
-    memset(j.limit, 0, (size_t)parts[6]);
-    for (long t = 0; t < j.padded / TILE; t++) j.start[t] = j.seen;
-    see(&j);
     if (t->threads > 1) t->parallel(work, &j, (unsigned)t->threads, 0);
     else work(&j);
 }

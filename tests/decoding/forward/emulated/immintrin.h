@@ -119,6 +119,18 @@ EMU __m512 emu_maskz_mov_ps(unsigned mask, __m512 x) {
     return a.v;
 }
 
+EMU uint32_t emu_testn_epi16_mask(__m512i x, __m512i y) {
+    emu a = emu_ofi(x), b = emu_ofi(y);
+    uint32_t out = 0;
+    EACH(i, 32) out |= (uint32_t)!(a.h[i] & b.h[i]) << i;
+    return out;
+}
+EMU __m512i emu_maskz_set1_epi16(uint32_t mask, int x) {
+    emu a;
+    EACH(i, 32) a.h[i] = mask >> i & 1 ? (uint16_t)x : 0;
+    return a.vi;
+}
+
 /* From one type to another. */
 EMU __m512i emu_cvtps_epi32(__m512 x) {
     emu a = emu_of(x);
@@ -326,6 +338,8 @@ EMU_FAST void emu_tile_dpbssd(int t, int a, int b) {
 #define _mm512_reduce_max_ps emu_reduce_max_ps
 #define _mm512_mask_max_ps emu_mask_max_ps
 #define _mm512_maskz_mov_ps emu_maskz_mov_ps
+#define _mm512_testn_epi16_mask emu_testn_epi16_mask
+#define _mm512_maskz_set1_epi16 emu_maskz_set1_epi16
 #define _mm512_cvtps_epi32 emu_cvtps_epi32
 #define _mm512_cvtepi32_ps emu_cvtepi32_ps
 #define _mm512_cvtsepi32_epi8 emu_cvtsepi32_epi8
