@@ -29,6 +29,7 @@ typedef struct {
     long *start, *limit; /* [query tile]: slots before and beyond these are seen by none of them; multiples of 32 */
     char *own;      /* [threads, own_size] */
     size_t own_size;
+    atomic_long *taken; /* [layers, PHASES], of the head too: units or tasks that threads have taken */
     meeting all;
 } job;
 
@@ -192,6 +193,7 @@ static input input_of(job *j, const linear *w, const bf16 *x, const int64_t *kee
 }
 
 enum { STORE, ADD, SILU };
+enum { PHASES = 5 };
 
 /* Weights of a step of a unit for the first rows, which read them from memory. */
 #define FIRST static inline __attribute__((always_inline))
@@ -203,21 +205,23 @@ FIRST const char *read_tiles(const char *unit, long s) {
     fetch(unit + s * STEP, STEP);
     return unit + s * STEP;
 }
-/* They are unpacked a step before they are multiplied. */
-FIRST const char *read_blocks(const linear *w, const char *unit, long s, long steps, char *buffer, long ring) {
-    long bytes = STEP_BYTES[w->format];
-    const char *b = unit + s * bytes;
+/* They are unpacked a step before they are multiplied, half of it between two products of tiles. */
+FIRST const char *read_blocks(const linear *w, const char *unit, long s, char *buffer, long ring) {
+    const char *b = unit + s * STEP_BYTES[w->format];
     if (w->format < EIGHT) fetch(b, STEP_BYTES[FOUR]);
     else fetch(b, STEP_BYTES[EIGHT]);
-    if (!s) unpack(w->format, b, buffer);
-    if (s + 1 < steps) unpack(w->format, b + bytes, buffer + ((s + 1) & ring) * STEP);
+    for (long part = 0; part < 2 && !s; part++) unpack(w->format, b, buffer, part);
     return buffer + (s & ring) * STEP;
+}
+FIRST void read_next(const linear *w, const char *unit, long s, long steps, char *buffer, long ring, long part) {
+    if (w->format != TILES && ++s < steps)
+        unpack(w->format, unit + s * STEP_BYTES[w->format], buffer + (s & ring) * STEP, part);
 }
 
 /* One unit times `tall` x 16 rows, into c: [rows, UNIT], or [tile of rows, half of UNIT, 16, 16 rows] from blocks.
  * Weights come from memory once, for the first rows; sums of three row tiles leave no tile to keep a row tile in,
  * so it is read twice. */
-#define MULTIPLY(DP, FIRST_READ)                                                                             \
+#define MULTIPLY(DP, FIRST_READ, NEXT_READ)                                                                  \
     _tile_zero(0);                                                                                           \
     _tile_zero(1);                                                                                           \
     _tile_zero(2);                                                                                           \
@@ -230,6 +234,7 @@ FIRST const char *read_blocks(const linear *w, const char *unit, long s, long st
         _tile_loadd(7, b, 64);                                                                               \
         _tile_loadd(6, from, a.stride);                                                                      \
         DP(0, 6, 7);                                                                                         \
+        if (!n) NEXT_READ(0);                                                                                \
         if (tall == 1) {                                                                                     \
             _tile_loadd(7, b + STEP / 2, 64);                                                                \
             DP(1, 6, 7);                                                                                     \
@@ -251,6 +256,7 @@ FIRST const char *read_blocks(const linear *w, const char *unit, long s, long st
             _tile_loadd(6, from + a.tile, a.stride);                                                         \
             DP(3, 6, 7);                                                                                     \
         }                                                                                                    \
+        if (!n) NEXT_READ(1);                                                                                \
     }                                                                                                        \
     _tile_stored(0, c, line);                                                                                \
     _tile_stored(1, c + side, line);                                                                         \
@@ -262,19 +268,16 @@ FIRST const char *read_blocks(const linear *w, const char *unit, long s, long st
     }
 #define OUTPUTS_FIRST(c, x, weight) _tile_dpbf16ps(c, weight, x) /* the same products and sums */
 
-/* Sums [tile of rows, half of UNIT, 16, 16 rows] as [rows, UNIT]. */
+/* Sums of a tile of rows from blocks, [half of UNIT, 16, 16 rows], as [rows, UNIT]. */
 static void turned_back(const float *from, float *to, long rows) {
     const __m512i lines = _mm512_mullo_epi32(_mm512_set1_epi32(TILE), _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8,
                                                                                        7, 6, 5, 4, 3, 2, 1, 0));
-    for (long n = 0; n < rows; n += TILE)
-        for (int h = 0; h < 2; h++) {
-            const float *tile = from + n * UNIT + h * TILE * TILE;
-            float *out = to + n * UNIT + h * TILE;
-            if (rows - n > 3) transpose(tile, TILE, out, UNIT);
-            else
-                for (long row = 0; row < rows - n; row++)
-                    _mm512_store_ps(out + row * UNIT, _mm512_i32gather_ps(lines, tile + row, 4));
-        }
+    for (int h = 0; h < 2; h++, from += TILE * TILE, to += TILE) {
+        if (rows > 3) transpose(from, TILE, to, UNIT);
+        else
+            for (long row = 0; row < rows; row++)
+                _mm512_store_ps(to + row * UNIT, _mm512_i32gather_ps(lines, from + row, 4));
+    }
 }
 
 static inline __m512 silu(__m512 gate, __m512 by) {
@@ -282,101 +285,203 @@ static inline __m512 silu(__m512 gate, __m512 by) {
     return _mm512_mul_ps(_mm512_div_ps(gate, _mm512_add_ps(e, _mm512_set1_ps(1.0f))), by);
 }
 
-/* Unit u's sums from blocks (and its bias), an output of 16 rows. */
-static inline __m512 sums_of(const linear *w, const float *sums, long u, int output) {
+/* What becomes of the sums of some rows of a unit: `out` [rows, stride] is written, added to, or gets silu(gate) x up;
+ * in pairs, as the next product takes them, where `stride` is 0. */
+typedef struct {
+    const linear *w;
+    const float *sums, *size; /* [rows, UNIT], or from blocks [tile of rows, half of UNIT, 16, 16 rows] */
+    bf16 *out;
+    long u, rows, stride;
+    int kind;
+} result;
+
+/* Sums from blocks (and the bias), an output of 16 rows. */
+static inline __m512 sums_of(const result *r, const float *sums, int output) {
     __m512 out = _mm512_load_ps(sums + output * TILE);
-    return w->bias ? _mm512_add_ps(out, _mm512_set1_ps(w->bias[u * UNIT + output])) : out;
+    return r->w->bias ? _mm512_add_ps(out, _mm512_set1_ps(r->w->bias[r->u * UNIT + output])) : out;
 }
 
-/* Sums of unit u from blocks: silu(gate) x up of 16 rows a tile, in pairs: as the next product takes it. */
-static void silu_in_pairs(const linear *w, const float *sums, long u, long rows, char *to, long tile) {
-    for (long n = 0; n < rows; n += TILE, sums += TILE * UNIT, to += tile)
-        for (int o = 0; o < TILE; o += 2)
-            _mm512_store_si512(to + (u * TILE + o) * 32,
-                               paired(silu(sums_of(w, sums, u, o + 1), sums_of(w, sums, u, TILE + o + 1)),
-                                      silu(sums_of(w, sums, u, o), sums_of(w, sums, u, TILE + o))));
-}
-
-/* Sums of unit u from blocks, in bfloat16, to rows of `out`. */
-static void store_rows(const linear *w, const float *sums, long u, long rows, bf16 *out, long stride) {
+/* A tile's sums from blocks, in bfloat16, to its rows of `out`. */
+static void store_rows(const result *r, const float *sums, long rows, bf16 *out) {
     uint32_t pairs[TILE * TILE] __attribute__((aligned(64))), lines[TILE * TILE];
-    for (; rows > 0; rows -= TILE, sums += TILE * UNIT, out += TILE * stride) {
-        for (int o = 0; o < UNIT; o += 2)
-            _mm512_store_si512(pairs + o / 2 * TILE, paired(sums_of(w, sums, u, o + 1), sums_of(w, sums, u, o)));
-        if (rows >= TILE && (u + 1) * UNIT <= w->out) {
-            transpose(pairs, TILE, out + u * UNIT, stride / 2);
-            continue;
+    for (int o = 0; o < UNIT; o += 2)
+        _mm512_store_si512(pairs + o / 2 * TILE, paired(sums_of(r, sums, o + 1), sums_of(r, sums, o)));
+    long width = r->w->out - r->u * UNIT < UNIT ? r->w->out - r->u * UNIT : UNIT;
+    if (rows == TILE && width == UNIT) {
+        transpose(pairs, TILE, out, r->stride / 2);
+        return;
+    }
+    transpose(pairs, TILE, lines, TILE);
+    for (long row = 0; row < rows; row++) memcpy(out + row * r->stride, lines + row * TILE, (size_t)width * 2);
+}
+
+/* One row's sums [UNIT]. */
+static inline void finish_row(const result *r, const float *from, const float *size, long row) {
+    const linear *w = r->w;
+    __m512 half[2];
+    for (int h = 0; h < 2; h++, from += TILE) {
+        half[h] = _mm512_load_ps(from);
+        if (size) {
+            __m512 scale = _mm512_loadu_ps(w->scale + r->u * UNIT + h * TILE);
+            __m512 low = _mm512_cvtepi32_ps(_mm512_load_si512(from + TILE * UNIT));
+            half[h] = _mm512_cvtepi32_ps(_mm512_castps_si512(half[h]));
+            half[h] = _mm512_fmadd_ps(low, _mm512_set1_ps(1.0f / FINE), half[h]);
+            half[h] = _mm512_mul_ps(half[h], _mm512_mul_ps(scale, _mm512_set1_ps(size[row])));
         }
-        transpose(pairs, TILE, lines, TILE);
-        long width = w->out - u * UNIT < UNIT ? w->out - u * UNIT : UNIT;
-        for (long row = 0; row < rows && row < TILE; row++)
-            memcpy(out + row * stride + u * UNIT, lines + row * TILE, (size_t)width * 2);
+        if (w->bias) half[h] = _mm512_add_ps(half[h], _mm512_loadu_ps(w->bias + r->u * UNIT + h * TILE));
+    }
+    bf16 *to = r->out + row * r->stride;
+    if (r->kind == SILU) {
+        _mm256_storeu_si256((void *)(to + r->u * TILE), narrow(silu(half[0], half[1])));
+        return;
+    }
+    for (int h = 0; h < 2; h++) {
+        long at = r->u * UNIT + h * TILE;
+        if (at >= w->out) break;
+        if (r->kind == ADD) half[h] = _mm512_add_ps(half[h], wide(to + at));
+        _mm256_storeu_si256((void *)(to + at), narrow(half[h]));
     }
 }
 
-/* Rows x units of one product; `out` [rows, stride] is written, added to, or gets silu(gate) x up: in pairs where
- * `stride` is 0. `buffer` has room for a unit as tiles take it. */
-static void product(const job *j, const linear *w, input a, long count, bf16 *out, long stride, int kind, long me,
-                    char *buffer) {
+/* It is done in pieces, so that they can be put between products: a row; from blocks a tile of rows; in pairs two
+ * outputs of a tile of rows. */
+static long pieces(const result *r) {
+    if (r->w->format == TILES) return r->rows;
+    return up(r->rows, TILE) / TILE * (r->stride ? 1 : TILE / 2);
+}
+static void finish(const result *r, long piece) {
+    if (r->w->format == TILES) {
+        finish_row(r, r->sums + piece * UNIT, r->size, piece);
+        return;
+    }
+    if (!r->stride) {
+        long t = piece / (TILE / 2), o = piece % (TILE / 2) * 2;
+        const float *sums = r->sums + t * TILE * UNIT;
+        __m512 part[2];
+        for (long i = 0; i < 2; i++) part[i] = silu(sums_of(r, sums, o + i), sums_of(r, sums, TILE + o + i));
+        _mm512_store_si512((char *)r->out + t * TILE * r->w->out + (r->u * TILE + o) * 32, paired(part[1], part[0]));
+        return;
+    }
+    long first = piece * TILE, rows = r->rows - first < TILE ? r->rows - first : TILE;
+    if (r->kind == STORE && r->rows > 3) {
+        store_rows(r, r->sums + first * UNIT, rows, r->out + first * r->stride + r->u * UNIT);
+        return;
+    }
+    float back[TILE * UNIT] __attribute__((aligned(64)));
+    turned_back(r->sums + first * UNIT, back, rows);
+    for (long row = 0; row < rows; row++) finish_row(r, back + row * UNIT, NULL, first + row);
+}
+
+/* Rows x units of one product, into `out` from its first row on; `buffer` has room for two units as tiles take them. */
+static void product_of_few(const job *j, input a, long count, result r, long me, char *buffer) {
+    const linear *w = r.w;
     long steps = w->in * (j->m->int8 ? 1 : 2) / 64, units = up(w->out, UNIT) / UNIT;
     long begin = units * me / j->all.workers, end = units * (me + 1) / j->all.workers;
     int blocks = w->format != TILES;
+    bf16 *out = r.out;
     long ring = blocks && count <= 3 * TILE ? RING - 1 : -1; /* needed once: what stays near is enough */
     long side = blocks ? TILE * TILE : TILE, line = blocks ? TILE * 4 : UNIT * 4;
-    float sums[3 * TILE * UNIT] __attribute__((aligned(64))), back[3 * TILE * UNIT] __attribute__((aligned(64)));
-    for (long u = begin; u < end; u++) {
-        const char *unit = w->weight + u * steps * STEP_BYTES[w->format], *again = blocks ? buffer : unit;
+    float c[3 * TILE * UNIT] __attribute__((aligned(64)));
+    r.sums = c;
+    for (r.u = begin; r.u < end; r.u++) {
+        const char *unit = w->weight + r.u * steps * STEP_BYTES[w->format], *again = blocks ? buffer : unit;
         for (long n = 0, rows; n < count; n += rows) {
             long left = count - n, tall = left <= TILE ? 1 : left > 2 * TILE && left <= 3 * TILE ? 3 : 2;
             rows = tall * TILE;
             const char *x = a.data + n / TILE * a.tile;
-            float *c = sums;
-            if (a.size) tall = 2, rows = TILE, x += n / TILE * a.tile; /* high and low bytes */
-            long last = left < rows ? left : rows;
+            if (a.size) tall = 2, rows = TILE, x += n / TILE * a.tile, r.size = a.size + n; /* high and low bytes */
+            r.rows = left < rows ? left : rows;
+            r.out = r.stride ? out + n * r.stride : out + n * w->out / 2;
+#define NEXT_OF_BLOCKS(part) read_next(w, unit, s, steps, buffer, ring, part)
+#define NEXT_OF_TILES(part) ((void)0)
             if (j->m->int8) {
-                MULTIPLY(_tile_dpbssd, read_tiles(unit, s))
+                MULTIPLY(_tile_dpbssd, read_tiles(unit, s), NEXT_OF_TILES)
             } else if (blocks) {
-                MULTIPLY(OUTPUTS_FIRST, read_blocks(w, unit, s, steps, buffer, ring))
-                if (!stride) {
-                    silu_in_pairs(w, sums, u, rows, (char *)out + n * w->out, TILE * w->out);
-                    continue;
-                }
-                if (kind == STORE && last > 3) {
-                    store_rows(w, sums, u, last, out + n * stride, stride);
-                    continue;
-                }
-                turned_back(sums, c = back, last);
+                MULTIPLY(OUTPUTS_FIRST, read_blocks(w, unit, s, buffer, ring), NEXT_OF_BLOCKS)
             } else {
-                MULTIPLY(_tile_dpbf16ps, read_tiles(unit, s))
+                MULTIPLY(_tile_dpbf16ps, read_tiles(unit, s), NEXT_OF_TILES)
             }
-            for (long row = 0; row < last; row++) {
-                __m512 half[2];
-                for (int h = 0; h < 2; h++) {
-                    const float *from = c + row * UNIT + h * TILE;
-                    half[h] = _mm512_load_ps(from);
-                    if (a.size) {
-                        __m512 scale = _mm512_loadu_ps(w->scale + u * UNIT + h * TILE);
-                        __m512 low = _mm512_cvtepi32_ps(_mm512_load_si512(from + TILE * UNIT));
-                        half[h] = _mm512_cvtepi32_ps(_mm512_castps_si512(half[h]));
-                        half[h] = _mm512_fmadd_ps(low, _mm512_set1_ps(1.0f / FINE), half[h]);
-                        half[h] = _mm512_mul_ps(half[h], _mm512_mul_ps(scale, _mm512_set1_ps(a.size[n + row])));
-                    }
-                    if (w->bias) half[h] = _mm512_add_ps(half[h], _mm512_loadu_ps(w->bias + u * UNIT + h * TILE));
-                }
-                bf16 *to = out + (n + row) * stride;
-                if (kind == SILU) {
-                    _mm256_storeu_si256((void *)(to + u * TILE), narrow(silu(half[0], half[1])));
-                    continue;
-                }
-                for (int h = 0; h < 2; h++) {
-                    long at = u * UNIT + h * TILE;
-                    if (at >= w->out) break;
-                    if (kind == ADD) half[h] = _mm512_add_ps(half[h], wide(to + at));
-                    _mm256_storeu_si256((void *)(to + at), narrow(half[h]));
-                }
-            }
+            for (long piece = 0; piece < pieces(&r); piece++) finish(&r, piece);
         }
     }
+}
+
+/* One unit times 16 or 32 rows; between products what SPARE does: the tiles need neither of it. */
+#define MULTIPLY_MANY(DP)                                                                                    \
+    _tile_zero(0);                                                                                           \
+    _tile_zero(1);                                                                                           \
+    _tile_zero(2);                                                                                           \
+    _tile_zero(3);                                                                                           \
+    for (long s = 0; s < steps; s++) {                                                                       \
+        const char *from = x + s * a.step, *b = weights + s * STEP;                                          \
+        _tile_loadd(6, b, 64);                                                                               \
+        _tile_loadd(4, from, a.stride);                                                                      \
+        DP(0, 4, 6);                                                                                         \
+        if (two) {                                                                                           \
+            _tile_loadd(5, from + a.tile, a.stride);                                                         \
+            DP(2, 5, 6);                                                                                     \
+        }                                                                                                    \
+        if (!n) {                                                                                            \
+            for (long i = 0; coming && i < bytes; i += 64) _mm_prefetch(coming + s * bytes + i, _MM_HINT_T1); \
+        } else                                                                                               \
+            for (read += 2; read >= pairs - 1; read -= pairs - 1, part++)                                    \
+                if (coming && blocks)                                                                        \
+                    unpack(w->format, coming + part / 2 * bytes, far + part / 2 * STEP, part % 2);           \
+        _tile_loadd(7, b + STEP / 2, 64);                                                                    \
+        DP(1, 4, 7);                                                                                         \
+        if (two) DP(3, 5, 7);                                                                                \
+        for (due += last; due >= steps; due -= steps) finish(&done, piece++);                                \
+    }
+
+/* The same for more rows than one pass takes, in bfloat16. Threads take unit after unit: none waits for one that the
+ * machine slows down. While a unit is multiplied the next one is fetched (with the first rows), then unpacked, and the
+ * sums of the rows before are finished. */
+static void product_of_many(const job *j, input a, long count, result r, long me, char *buffer, atomic_long *taken) {
+    const linear *w = r.w;
+    long steps = w->in / DEEP, units = up(w->out, UNIT) / UNIT, bytes = STEP_BYTES[w->format];
+    long tiles = up(count, TILE) / TILE, pairs = (tiles + 1) / 2;
+    int blocks = w->format != TILES;
+    long side = blocks ? TILE * TILE : TILE, line = blocks ? TILE * 4 : UNIT * 4;
+    char *near = buffer, *far = buffer + steps * STEP;
+    float sums[2][2 * TILE * UNIT] __attribute__((aligned(64)));
+    result done = r;
+    long piece = 0, last = 0; /* of `done` */
+    for (long part = 0; blocks && part < 2 * steps && me < units; part++)
+        unpack(w->format, w->weight + (me * steps + part / 2) * bytes, near + part / 2 * STEP, part % 2);
+    for (long u = me, next, turn = 0; u < units; u = next) {
+        next = atomic_fetch_add(taken, 1) + j->all.workers;
+        const char *coming = next < units ? w->weight + next * steps * bytes : NULL;
+        const char *weights = blocks ? near : w->weight + u * steps * STEP;
+        for (long n = 0, part = 0, read = 0; n < tiles; n += 2) {
+            const char *x = a.data + n * a.tile;
+            long due = 0;
+            int two = n + 1 < tiles;
+            if (blocks) {
+                MULTIPLY_MANY(OUTPUTS_FIRST)
+            } else {
+                MULTIPLY_MANY(_tile_dpbf16ps)
+            }
+            float *c = sums[turn++ % 2];
+            _tile_stored(0, c, line);
+            _tile_stored(1, c + side, line);
+            if (two) {
+                _tile_stored(2, c + TILE * UNIT, line);
+                _tile_stored(3, c + TILE * UNIT + side, line);
+            }
+            done = r, done.sums = c, done.u = u;
+            done.rows = count - n * TILE < 2 * TILE ? count - n * TILE : 2 * TILE;
+            done.out += r.stride ? n * TILE * r.stride : n * TILE * w->out / 2;
+            piece = 0, last = pieces(&done);
+        }
+        char *swap = near;
+        near = far, far = swap;
+    }
+    for (; piece < last; piece++) finish(&done, piece);
+}
+
+static void product(const job *j, input a, long count, result r, long me, char *buffer, atomic_long *taken) {
+    if (count > 3 * TILE && !j->m->int8) product_of_many(j, a, count, r, me, buffer, taken);
+    else product_of_few(j, a, count, r, me, buffer);
 }
 
 /* Rotate this thread's share of the nodes; queries [group, row, size], keys and values into the pool. */
@@ -595,45 +700,52 @@ static void work(void *data) {
     if (m->heads * m->size > width) width = m->heads * m->size;
     desk d = {.small = own, .sizes = (float *)(own + 2 * TILE * width)};
     d.normed = (bf16 *)(d.sizes + TILE);
-    char *unit = (char *)(d.normed + TILE * m->hidden), *rest = unit + width / DEEP * STEP;
+    char *unit = (char *)(d.normed + TILE * m->hidden), *rest = unit + 2 * (width / DEEP * STEP);
     long stride = (m->heads + 2 * m->groups) * m->size, parts = 1, tiles = up(j->rows, TILE) / TILE;
     while (parts < tiles && parts * m->groups % j->all.workers) parts++; /* the same for each thread, if that can be */
+    if (tiles > 16 * parts) parts *= 2; /* quick threads take more */
     see(j, me);
     for (long at = 0; at < m->layers; at++) {
         const layer *l = m->layer + at;
+        atomic_long *taken = j->taken + at * PHASES;
         input a = input_of(j, &l->qkv, j->x, NULL, l->before, count, &d, me);
-        product(j, &l->qkv, a, count, j->qkv, stride, STORE, me, unit);
+        product(j, a, count, (result){&l->qkv, .out = j->qkv, .stride = stride, .kind = STORE}, me, unit, taken);
         meet(&j->all);
         rotate(j, at, me);
         meet(&j->all);
-        for (long task = me; task < parts * m->groups; task += j->all.workers)
+        for (long task = me; task < parts * m->groups; task = atomic_fetch_add(taken + 1, 1) + j->all.workers)
             attend(j, at, task / parts, task % parts, parts, rest);
         meet(&j->all);
         a = input_of(j, &l->out, j->att, NULL, NULL, count, &d, me);
-        product(j, &l->out, a, count, j->x, m->hidden, ADD, me, unit);
+        result on = {.out = j->x, .stride = m->hidden, .kind = ADD};
+        on.w = &l->out;
+        product(j, a, count, on, me, unit, taken + 2);
         meet(&j->all);
         a = input_of(j, &l->gate_up, j->x, NULL, l->after, count, &d, me);
         int pairs = count > TILE / 2 && l->gate_up.format != TILES && l->down.format != TILES;
-        product(j, &l->gate_up, a, count, j->act, pairs ? 0 : m->inner, SILU, me, unit);
+        product(j, a, count, (result){&l->gate_up, .out = j->act, .stride = pairs ? 0 : m->inner, .kind = SILU}, me,
+                unit, taken + 3);
         meet(&j->all);
         if (pairs) a = input_in_pairs((const char *)j->act, m->inner);
         else a = input_of(j, &l->down, j->act, NULL, NULL, count, &d, me);
-        product(j, &l->down, a, count, j->x, m->hidden, ADD, me, unit);
+        on.w = &l->down;
+        product(j, a, count, on, me, unit, taken + 4);
         meet(&j->all);
     }
     input a = input_of(j, &m->head, j->x, r->keep, m->norm, r->kept, &d, me);
-    product(j, &m->head, a, r->kept, r->logits, m->head.out, STORE, me, unit);
+    product(j, a, r->kept, (result){&m->head, .out = r->logits, .stride = m->head.out, .kind = STORE}, me, unit,
+            j->taken + m->layers * PHASES);
     _tile_release();
 }
 
-enum { PARTS = 10 };
+enum { PARTS = 11 };
 
 /* Bytes of each buffer of a forward of `count` rows over `used` slots. */
 static void sizes_of(const model *m, long count, long used, long threads, long *parts) {
     long rows = up(count, 3 * TILE), padded = up(count * (m->heads / m->groups), TILE), seen = up(used, SLOTS);
     long width = m->hidden > m->inner ? m->hidden : m->inner;
     if (m->heads * m->size > width) width = m->heads * m->size;
-    long own = 2 * TILE * width + TILE * 4 + TILE * m->hidden * 2 + width / DEEP * STEP;
+    long own = 2 * TILE * width + TILE * 4 + TILE * m->hidden * 2 + 2 * (width / DEEP * STEP);
     own += 2 * TILE * m->size + seen * TILE * 6 + seen * m->size * 2 + SLOTS * m->size * 2 + 2 * 4096 + TILE * 4;
     parts[0] = rows * m->hidden * 2;
     parts[1] = rows * (m->heads + 2 * m->groups) * m->size * 2;
@@ -645,6 +757,7 @@ static void sizes_of(const model *m, long count, long used, long threads, long *
     parts[7] = up(own, 4096) * threads;
     parts[8] = rows * (width * 2 + 4);
     parts[9] = padded / TILE * seen / SLOTS;
+    parts[10] = (m->layers + 1) * PHASES * (long)sizeof(atomic_long);
     for (int i = 0; i < PARTS; i++) parts[i] = up(parts[i], 64);
 }
 
@@ -668,8 +781,9 @@ void forward(const model *m, const request *r, const team *t, char *memory) {
              .att = (bf16 *)at[3], .act = (bf16 *)at[4], .bits = (uint16_t *)at[5], .limit = (long *)at[6],
              .start = (long *)at[6] + up(r->count * shared, TILE) / TILE,
              .own = at[7], .own_size = (size_t)(parts[7] / t->threads), .ready = at[8],
-             .some = (uint8_t *)at[9], .all = {.workers = 1}};
+             .some = (uint8_t *)at[9], .taken = (atomic_long *)at[10], .all = {.workers = 1}};
     j.sizes = (float *)(at[8] + parts[8]) - up(r->count, 3 * TILE);
+    for (long i = 0; i < (m->layers + 1) * PHASES; i++) atomic_init(j.taken + i, 0);
     memcpy(j.x, r->x, (size_t)(r->count * m->hidden) * 2);
     if (t->threads > 1) t->parallel(work, &j, (unsigned)t->threads, 0);
     else work(&j);
