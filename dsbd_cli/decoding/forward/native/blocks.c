@@ -169,12 +169,13 @@ int pack(const bf16 *w, long rows, long in, long format, char *to) {
 /* Giving them back. */
 
 static inline void scales(const char *from, float *to) {
-    _mm512_store_ps(to, _mm512_cvtph_ps(_mm256_loadu_si256((const void *)from)));
+    for (int i = 0; i < 32; i += 16)
+        _mm512_store_ps(to + i, _mm512_cvtph_ps(_mm256_loadu_si256((const void *)(from + 2 * i))));
 }
 
 static inline __m512i both(__m512 high, __m512 low) { return (__m512i)_mm512_cvtne2ps_pbh(high, low); }
 
-/* Half a step as bfloat16 [16 outputs, 32 inputs]: the first or second `part`. */
+/* Steps as bfloat16 [32 outputs, 32 inputs]. */
 
 #define UNPACK static inline __attribute__((always_inline))
 
@@ -183,39 +184,37 @@ UNPACK __m512 by_way(const int half, __m512 x) {
     return half ? _mm512_cvtph_ps(_mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)) : x;
 }
 
-UNPACK void unpack_bytes(const int by_half, const char *from, char *to, long part) {
-    float d[16] __attribute__((aligned(64)));
-    scales(from + part * 32, d);
-    from += 64 + part * 16 * DEEP;
+UNPACK void unpack_bytes(const int by_half, const char *from, char *to) {
+    float d[32] __attribute__((aligned(64)));
+    scales(from, d);
 #pragma GCC unroll 4
-    for (int o = 0; o < 16; o++) {
-        const char *bytes = from + o * DEEP;
-        __m512 side[2];
+    for (int o = 0; o < 32; o++) {
+        const char *bytes = from + 64 + o * DEEP;
+        __m512 part[2];
 #pragma GCC unroll 2
         for (int h = 0; h < 2; h++) {
             __m512i whole = _mm512_cvtepi8_epi32(_mm_loadu_si128((const void *)(bytes + 16 * h)));
-            side[h] = by_way(by_half, _mm512_mul_ps(_mm512_cvtepi32_ps(whole), _mm512_set1_ps(d[o])));
+            part[h] = by_way(by_half, _mm512_mul_ps(_mm512_cvtepi32_ps(whole), _mm512_set1_ps(d[o])));
         }
-        _mm512_store_si512(to + o * 64, both(side[1], side[0]));
+        _mm512_store_si512(to + o * 64, both(part[1], part[0]));
     }
 }
 
-UNPACK void unpack_nibbles(const int by_half, const char *from, char *to, long part) {
-    float d[16] __attribute__((aligned(64))), m[16] __attribute__((aligned(64)));
-    scales(from + part * 32, d);
-    scales(from + 64 + part * 32, m);
-    from += 128 + part * 256;
+UNPACK void unpack_nibbles(const int by_half, const char *from, char *to) {
+    float d[32] __attribute__((aligned(64))), m[32] __attribute__((aligned(64)));
+    scales(from, d);
+    scales(from + 64, m);
     const __m512 steps = _mm512_set_ps(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
     const __m512i nibbles = _mm512_set1_epi16(0x0f0f), second = _mm512_set1_epi16(0x1000);
 #pragma GCC unroll 2
-    for (int o = 0; o < 16; o += 4, to += 256) {
+    for (int o = 0; o < 32; o += 4, to += 256) {
         __m512 value[4];
 #pragma GCC unroll 4
         for (int i = 0; i < 4; i++)
             value[i] = by_way(by_half, _mm512_fmadd_ps(steps, _mm512_set1_ps(d[o + i]), _mm512_set1_ps(m[o + i])));
         /* Words 0 to 15 hold the values of one output, 16 to 31 those of the next but one. */
         __m512i even = both(value[2], value[0]), odd = both(value[3], value[1]);
-        __m512i word = _mm512_load_si512(from + o * 16);
+        __m512i word = _mm512_load_si512(from + 128 + o * 16);
         __m512i low = _mm512_ternarylogic_epi32(word, nibbles, second, 0xea); /* a & b | c */
         __m512i high = _mm512_ternarylogic_epi32(_mm512_srli_epi16(word, 4), nibbles, second, 0xea);
         _mm512_store_si512(to, _mm512_permutexvar_epi16(low, even)); /* of an index 5 bits count */
@@ -225,20 +224,18 @@ UNPACK void unpack_nibbles(const int by_half, const char *from, char *to, long p
     }
 }
 
-static __attribute__((noinline)) void unpack(long format, const char *from, char *to, long part) {
-    to += part * 1024;
+static __attribute__((noinline)) void unpack(long format, const char *from, char *to) {
     switch (format) {
-    case FOUR: unpack_nibbles(0, from, to, part); break;
-    case FOUR_HALF: unpack_nibbles(1, from, to, part); break;
-    case EIGHT: unpack_bytes(0, from, to, part); break;
-    default: unpack_bytes(1, from, to, part);
+    case FOUR: unpack_nibbles(0, from, to); break;
+    case FOUR_HALF: unpack_nibbles(1, from, to); break;
+    case EIGHT: unpack_bytes(0, from, to); break;
+    default: unpack_bytes(1, from, to);
     }
 }
 
 /* `count` steps of units, one after the other, as bfloat16: for tests. `from` and `to` are aligned to 64 bytes. */
 void steps_of(const char *from, long count, long format, char *to) {
-    for (long i = 0; i < 2 * count; i++)
-        unpack(format, from + i / 2 * STEP_BYTES[format], to + i / 2 * STEP_BYTES[TILES], i % 2);
+    for (long i = 0; i < count; i++) unpack(format, from + i * STEP_BYTES[format], to + i * STEP_BYTES[TILES]);
 }
 
 /* to[i][k] = from[k][i], 16 x 16 words of 32 bits; strides in words. */

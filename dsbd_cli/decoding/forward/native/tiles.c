@@ -74,7 +74,9 @@ static inline __m512 wide(const bf16 *x) {
 }
 static inline __m256i narrow(__m512 x) { return (__m256i)_mm512_cvtneps_pbh(x); }
 
-static inline __m512 bf16_of(__m512 x) { return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(narrow(x)), 16)); }
+static inline __m512 bf16_of(__m512 x) {
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(narrow(x)), 16));
+}
 
 /* Words of 16 bits: low 0, high 0, low 1, ... */
 static inline __m512i paired(__m512 high, __m512 low) {
@@ -83,18 +85,46 @@ static inline __m512i paired(__m512 high, __m512 low) {
     return _mm512_permutexvar_epi16(_mm512_load_si512(order), both(high, low));
 }
 
-/* One row of `rms_bf16`. */
-static void rms(const bf16 *x, const bf16 *weight, bf16 *out, long width, float eps) {
-    float sum = 0;
-#pragma omp simd reduction(+ : sum)
-    for (long i = 0; i < width; i++) {
-        float v = load_bf16(x[i]);
-        sum += v * v;
+/* Sums of squares, [16] a row: those of inputs 0, 16, 32, ... first; up to 4 rows wait for each other's sums. */
+static void squares(const bf16 *const *x, long rows, long width, float *to) {
+    __m512 sum[4] = {_mm512_setzero_ps(), _mm512_setzero_ps(), _mm512_setzero_ps(), _mm512_setzero_ps()};
+    const bf16 *a = x[0], *b = x[rows > 1], *c = x[rows > 2 ? 2 : 0], *d = x[rows > 3 ? 3 : 0];
+    for (long i = 0; i < width; i += 16) {
+        __m512 v = wide(a + i);
+        sum[0] = _mm512_fmadd_ps(v, v, sum[0]);
+        if (rows == 1) continue;
+        v = wide(b + i), sum[1] = _mm512_fmadd_ps(v, v, sum[1]);
+        v = wide(c + i), sum[2] = _mm512_fmadd_ps(v, v, sum[2]);
+        v = wide(d + i), sum[3] = _mm512_fmadd_ps(v, v, sum[3]);
     }
-    __m512 inverse = _mm512_set1_ps(1.0f / sqrtf(sum / (float)width + eps));
-    for (long i = 0; i < width; i += 16)
-        _mm256_storeu_si256((void *)(out + i),
-                            narrow(_mm512_mul_ps(wide(weight + i), bf16_of(_mm512_mul_ps(wide(x + i), inverse)))));
+    for (long row = 0; row < rows; row++) _mm512_store_ps(to + row * 16, sum[row]);
+}
+
+/* As `rms_bf16`, rows x[0], x[1], ... (at most 16) into `out`: whatever their number, each row's sum is the same. */
+static void rms(const bf16 *const *x, const bf16 *weight, bf16 *out, long rows, long width, float eps) {
+    float parts[TILE * TILE] __attribute__((aligned(64))), inverse[TILE] __attribute__((aligned(64)));
+    for (long row = 0; row < rows; row += 4)
+        squares(x + row, rows - row < 4 ? rows - row : 4, width, parts + row * TILE);
+    if (rows > 4) {
+        float turned[TILE * TILE] __attribute__((aligned(64)));
+        __m512 sum = _mm512_setzero_ps();
+        transpose(parts, TILE, turned, TILE);
+        for (int i = 0; i < TILE; i++) sum = _mm512_add_ps(sum, _mm512_load_ps(turned + i * TILE));
+        sum = _mm512_add_ps(_mm512_div_ps(sum, _mm512_set1_ps((float)width)), _mm512_set1_ps(eps));
+        _mm512_store_ps(inverse, _mm512_div_ps(_mm512_set1_ps(1.0f), _mm512_sqrt_ps(sum)));
+    } else
+        for (long row = 0; row < rows; row++) {
+            float sum = 0;
+            for (int i = 0; i < TILE; i++) sum += parts[row * TILE + i];
+            inverse[row] = 1.0f / sqrtf(sum / (float)width + eps);
+        }
+    for (long row = 0; row < rows; row++, out += width) {
+        __m512 by = _mm512_set1_ps(inverse[row]);
+        const bf16 *from = x[row];
+        for (long i = 0; i < width; i += 16)
+            _mm256_storeu_si256((void *)(out + i),
+                                narrow(_mm512_mul_ps(wide(weight + i), bf16_of(_mm512_mul_ps(wide(from + i), by)))));
+    }
 }
 
 /* As `turn_bf16`. */
@@ -178,9 +208,9 @@ static input input_of(job *j, const linear *w, const bf16 *x, const int64_t *kee
         const bf16 *from = x + t * TILE * width;
         if (norm) {
             bf16 *normed = blocks || bytes ? d->normed : (bf16 *)place;
-            for (long row = 0; row < rows; row++)
-                rms(keep ? x + keep[t * TILE + row] * width : from + row * width, norm, normed + row * width, width,
-                    j->m->eps);
+            const bf16 *of[TILE];
+            for (long row = 0; row < rows; row++) of[row] = keep ? x + keep[t * TILE + row] * width : from + row * width;
+            rms(of, norm, normed, rows, width, j->m->eps);
             from = normed;
         }
         if (blocks) in_pairs(from, width, rows, (uint32_t *)place);
@@ -205,23 +235,21 @@ FIRST const char *read_tiles(const char *unit, long s) {
     fetch(unit + s * STEP, STEP);
     return unit + s * STEP;
 }
-/* They are unpacked a step before they are multiplied, half of it between two products of tiles. */
-FIRST const char *read_blocks(const linear *w, const char *unit, long s, char *buffer, long ring) {
-    const char *b = unit + s * STEP_BYTES[w->format];
+/* They are unpacked a step before they are multiplied. */
+FIRST const char *read_blocks(const linear *w, const char *unit, long s, long steps, char *buffer, long ring) {
+    long bytes = STEP_BYTES[w->format];
+    const char *b = unit + s * bytes;
     if (w->format < EIGHT) fetch(b, STEP_BYTES[FOUR]);
     else fetch(b, STEP_BYTES[EIGHT]);
-    for (long part = 0; part < 2 && !s; part++) unpack(w->format, b, buffer, part);
+    if (!s) unpack(w->format, b, buffer);
+    if (s + 1 < steps) unpack(w->format, b + bytes, buffer + ((s + 1) & ring) * STEP);
     return buffer + (s & ring) * STEP;
-}
-FIRST void read_next(const linear *w, const char *unit, long s, long steps, char *buffer, long ring, long part) {
-    if (w->format != TILES && ++s < steps)
-        unpack(w->format, unit + s * STEP_BYTES[w->format], buffer + (s & ring) * STEP, part);
 }
 
 /* One unit times `tall` x 16 rows, into c: [rows, UNIT], or [tile of rows, half of UNIT, 16, 16 rows] from blocks.
  * Weights come from memory once, for the first rows; sums of three row tiles leave no tile to keep a row tile in,
  * so it is read twice. */
-#define MULTIPLY(DP, FIRST_READ, NEXT_READ)                                                                  \
+#define MULTIPLY(DP, FIRST_READ)                                                                             \
     _tile_zero(0);                                                                                           \
     _tile_zero(1);                                                                                           \
     _tile_zero(2);                                                                                           \
@@ -234,7 +262,6 @@ FIRST void read_next(const linear *w, const char *unit, long s, long steps, char
         _tile_loadd(7, b, 64);                                                                               \
         _tile_loadd(6, from, a.stride);                                                                      \
         DP(0, 6, 7);                                                                                         \
-        if (!n) NEXT_READ(0);                                                                                \
         if (tall == 1) {                                                                                     \
             _tile_loadd(7, b + STEP / 2, 64);                                                                \
             DP(1, 6, 7);                                                                                     \
@@ -256,7 +283,6 @@ FIRST void read_next(const linear *w, const char *unit, long s, long steps, char
             _tile_loadd(6, from + a.tile, a.stride);                                                         \
             DP(3, 6, 7);                                                                                     \
         }                                                                                                    \
-        if (!n) NEXT_READ(1);                                                                                \
     }                                                                                                        \
     _tile_stored(0, c, line);                                                                                \
     _tile_stored(1, c + side, line);                                                                         \
@@ -392,14 +418,12 @@ static void product_of_few(const job *j, input a, long count, result r, long me,
             if (a.size) tall = 2, rows = TILE, x += n / TILE * a.tile, r.size = a.size + n; /* high and low bytes */
             r.rows = left < rows ? left : rows;
             r.out = r.stride ? out + n * r.stride : out + n * w->out / 2;
-#define NEXT_OF_BLOCKS(part) read_next(w, unit, s, steps, buffer, ring, part)
-#define NEXT_OF_TILES(part) ((void)0)
             if (j->m->int8) {
-                MULTIPLY(_tile_dpbssd, read_tiles(unit, s), NEXT_OF_TILES)
+                MULTIPLY(_tile_dpbssd, read_tiles(unit, s))
             } else if (blocks) {
-                MULTIPLY(OUTPUTS_FIRST, read_blocks(w, unit, s, buffer, ring), NEXT_OF_BLOCKS)
+                MULTIPLY(OUTPUTS_FIRST, read_blocks(w, unit, s, steps, buffer, ring))
             } else {
-                MULTIPLY(_tile_dpbf16ps, read_tiles(unit, s), NEXT_OF_TILES)
+                MULTIPLY(_tile_dpbf16ps, read_tiles(unit, s))
             }
             for (long piece = 0; piece < pieces(&r); piece++) finish(&r, piece);
         }
@@ -424,9 +448,8 @@ static void product_of_few(const job *j, input a, long count, result r, long me,
         if (!n) {                                                                                            \
             for (long i = 0; coming && i < bytes; i += 64) _mm_prefetch(coming + s * bytes + i, _MM_HINT_T1); \
         } else                                                                                               \
-            for (read += 2; read >= pairs - 1; read -= pairs - 1, part++)                                    \
-                if (coming && blocks)                                                                        \
-                    unpack(w->format, coming + part / 2 * bytes, far + part / 2 * STEP, part % 2);           \
+            for (read++; read >= pairs - 1; read -= pairs - 1, there++)                                      \
+                if (coming && blocks) unpack(w->format, coming + there * bytes, far + there * STEP);         \
         _tile_loadd(7, b + STEP / 2, 64);                                                                    \
         DP(1, 4, 7);                                                                                         \
         if (two) DP(3, 5, 7);                                                                                \
@@ -446,13 +469,13 @@ static void product_of_many(const job *j, input a, long count, result r, long me
     float sums[2][2 * TILE * UNIT] __attribute__((aligned(64)));
     result done = r;
     long piece = 0, last = 0; /* of `done` */
-    for (long part = 0; blocks && part < 2 * steps && me < units; part++)
-        unpack(w->format, w->weight + (me * steps + part / 2) * bytes, near + part / 2 * STEP, part % 2);
+    for (long s = 0; blocks && s < steps && me < units; s++)
+        unpack(w->format, w->weight + (me * steps + s) * bytes, near + s * STEP);
     for (long u = me, next, turn = 0; u < units; u = next) {
         next = atomic_fetch_add(taken, 1) + j->all.workers;
         const char *coming = next < units ? w->weight + next * steps * bytes : NULL;
         const char *weights = blocks ? near : w->weight + u * steps * STEP;
-        for (long n = 0, part = 0, read = 0; n < tiles; n += 2) {
+        for (long n = 0, there = 0, read = 0; n < tiles; n += 2) {
             const char *x = a.data + n * a.tile;
             long due = 0;
             int two = n + 1 < tiles;
@@ -497,7 +520,7 @@ static void rotate(const job *j, long at, long me) {
             int is_key = h >= m->heads;
             const bf16 *weight = is_key ? l->k_norm : l->q_norm, *head = from;
             if (weight) {
-                rms(from, weight, normed, size, m->head_eps);
+                rms(&head, weight, normed, 1, size, m->head_eps);
                 head = normed;
             }
             bf16 *to = is_key ? r->keys[at] + ((h - m->heads) * r->capacity + r->slots[n]) * size

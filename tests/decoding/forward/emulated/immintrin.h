@@ -103,6 +103,11 @@ EMU __m512 emu_abs_ps(__m512 x) {
     EACH(i, 16) a.u[i] &= 0x7fffffffu;
     return a.v;
 }
+EMU __m512 emu_sqrt_ps(__m512 x) {
+    emu a = emu_of(x);
+    EACH(i, 16) a.f[i] = sqrtf(a.f[i]);
+    return a.v;
+}
 EMU float emu_reduce_max_ps(__m512 x) {
     emu a = emu_of(x);
     EACH(i, 16) a.f[0] = a.f[0] > a.f[i] ? a.f[0] : a.f[i];
@@ -335,6 +340,7 @@ EMU_FAST void emu_tile_dpbssd(int t, int a, int b) {
 #undef _mm512_roundscale_ps
 #define _mm512_roundscale_ps emu_roundscale_ps
 #define _mm512_abs_ps emu_abs_ps
+#define _mm512_sqrt_ps emu_sqrt_ps
 #define _mm512_reduce_max_ps emu_reduce_max_ps
 #define _mm512_mask_max_ps emu_mask_max_ps
 #define _mm512_maskz_mov_ps emu_maskz_mov_ps
