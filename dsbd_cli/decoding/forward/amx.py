@@ -48,8 +48,8 @@ def loaded(*flags: str, level: str | None = None) -> Any:
     Raises:
         OSError, subprocess.SubprocessError: as `native.built`.
     """
-    sources = "kernels.c", "blocks.c", "meet.c", "whole.h", "tiles.c"
-    found: Any = ctypes.CDLL(str(native.built(*sources, flags=flags, level=level)))
+    included = "kernels.c", "blocks.c", "meet.c", "whole.h", "vectors.c", "products.c", "attention.c"
+    found: Any = ctypes.CDLL(str(native.built(*included, "tiles.c", flags=flags, level=level)))
     found.unit_bytes.restype, found.unit_bytes.argtypes = _long, [_long] * 2
     found.pack.restype, found.pack.argtypes = ctypes.c_int, [_pointer, _long, _long, _long, _pointer]
     found.steps_of.restype, found.steps_of.argtypes = None, [_pointer, _long, _long, _pointer]
