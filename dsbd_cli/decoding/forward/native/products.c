@@ -264,14 +264,14 @@ static void finish(const result *r, long piece) {
     for (long row = 0; row < rows; row++) finish_row(r, back + row * UNIT, NULL, first + row);
 }
 
-/* Rows x units of one product, into `out` from its first row on; `buffer` has room for two units as tiles take them. */
+/* Rows x units of one product, into `out` from its first row on; `buffer` has room for a unit as tiles take it. */
 static void product_of_few(const job *j, input a, long count, result r, long me, char *buffer) {
     const linear *w = r.w;
     long steps = w->in * (j->m->int8 ? 1 : 2) / 64, units = up(w->out, UNIT) / UNIT;
     long begin = units * me / j->all.workers, end = units * (me + 1) / j->all.workers;
     int blocks = w->format != TILES;
     bf16 *out = r.out;
-    long ring = blocks && count <= 3 * TILE ? RING - 1 : -1; /* needed once: what stays near is enough */
+    long ring = blocks && !j->m->int8 ? RING - 1 : -1; /* needed once: what stays near is enough */
     long side = blocks ? TILE * TILE : TILE, line = blocks ? TILE * 4 : UNIT * 4;
     float c[3 * TILE * UNIT] __attribute__((aligned(64)));
     r.sums = c;
@@ -296,59 +296,59 @@ static void product_of_few(const job *j, input a, long count, result r, long me,
     }
 }
 
-/* One unit times 16 or 32 rows; between products of tiles what these do not wait for, see below. */
-#define MULTIPLY_MANY(DP)                                                                                    \
+/* One unit times 16 or 32 rows, which pass by: it is the unit's weights that should stay near. Meanwhile the sums of
+ * the rows before are finished: the tiles do not wait for that. */
+#define MULTIPLY_MANY(DP, FIRST_READ)                                                                        \
     _tile_zero(0);                                                                                           \
     _tile_zero(1);                                                                                           \
     _tile_zero(2);                                                                                           \
     _tile_zero(3);                                                                                           \
     for (long s = 0; s < steps; s++) {                                                                       \
-        const char *from = x + s * a.step, *b = weights + s * STEP;                                          \
+        const char *from = x + s * a.step, *b = n ? again + s * STEP : FIRST_READ;                           \
         _tile_loadd(6, b, 64);                                                                               \
-        _tile_loadd(4, from, a.stride);                                                                      \
+        _tile_stream_loadd(4, from, a.stride);                                                               \
         DP(0, 4, 6);                                                                                         \
         if (two) {                                                                                           \
-            _tile_loadd(5, from + a.tile, a.stride);                                                         \
+            _tile_stream_loadd(5, from + a.tile, a.stride);                                                  \
             DP(2, 5, 6);                                                                                     \
         }                                                                                                    \
-        if (!n) {                                                                                            \
-            for (long i = 0; coming && i < bytes; i += 64) _mm_prefetch(coming + s * bytes + i, _MM_HINT_T1); \
-        } else                                                                                               \
-            for (read++; read >= pairs - 1; read -= pairs - 1, there++)                                      \
-                if (coming && blocks) unpack(w->format, coming + there * bytes, far + there * STEP);         \
         _tile_loadd(7, b + STEP / 2, 64);                                                                    \
         DP(1, 4, 7);                                                                                         \
         if (two) DP(3, 5, 7);                                                                                \
         for (due += last; due >= steps; due -= steps) finish(&done, piece++);                                \
     }
 
-/* The same for more rows than one pass takes, in bfloat16. Threads take unit after unit: none waits for one that the
- * machine slows down. While a unit is multiplied the next one is fetched (with the first rows), then unpacked, and the
- * sums of the rows before are finished. */
+/* The next unit of a product of many rows: of this thread's share, then of the others', which the machine may have slowed
+ * down; -1: none is left. `taken` [workers]. */
+static long unit_of(const job *j, atomic_long *taken, long units, long me) {
+    long workers = j->all.workers;
+    for (long i = 0; i < workers; i++) {
+        long whose = (me + i) % workers, end = units * (whose + 1) / workers;
+        long u = units * whose / workers + atomic_fetch_add(taken + whose, 1);
+        if (u < end) return u;
+    }
+    return -1;
+}
+
+/* The same for more rows than one pass takes, in bfloat16. */
 static void product_of_many(const job *j, input a, long count, result r, long me, char *buffer, atomic_long *taken) {
     const linear *w = r.w;
-    long steps = w->in / DEEP, units = up(w->out, UNIT) / UNIT, bytes = STEP_BYTES[w->format];
-    long tiles = up(count, TILE) / TILE, pairs = (tiles + 1) / 2;
+    long steps = w->in / DEEP, units = up(w->out, UNIT) / UNIT, tiles = up(count, TILE) / TILE;
     int blocks = w->format != TILES;
     long side = blocks ? TILE * TILE : TILE, line = blocks ? TILE * 4 : UNIT * 4;
-    char *near = buffer, *far = buffer + steps * STEP;
     float sums[2][2 * TILE * UNIT] __attribute__((aligned(64)));
     result done = r;
-    long piece = 0, last = 0; /* of `done` */
-    for (long s = 0; blocks && s < steps && me < units; s++)
-        unpack(w->format, w->weight + (me * steps + s) * bytes, near + s * STEP);
-    for (long u = me, next, turn = 0; u < units; u = next) {
-        next = atomic_fetch_add(taken, 1) + j->all.workers;
-        const char *coming = next < units ? w->weight + next * steps * bytes : NULL;
-        const char *weights = blocks ? near : w->weight + u * steps * STEP;
-        for (long n = 0, there = 0, read = 0; n < tiles; n += 2) {
+    long piece = 0, last = 0, turn = 0; /* of `done` */
+    for (long u; (u = unit_of(j, taken, units, me)) >= 0;) {
+        const char *unit = w->weight + u * steps * STEP_BYTES[w->format], *again = blocks ? buffer : unit;
+        for (long n = 0; n < tiles; n += 2) {
             const char *x = a.data + n * a.tile;
             long due = 0;
             int two = n + 1 < tiles;
             if (blocks) {
-                MULTIPLY_MANY(OUTPUTS_FIRST)
+                MULTIPLY_MANY(OUTPUTS_FIRST, read_blocks(w, unit, s, steps, buffer, -1))
             } else {
-                MULTIPLY_MANY(_tile_dpbf16ps)
+                MULTIPLY_MANY(_tile_dpbf16ps, read_tiles(unit, s))
             }
             float *c = sums[turn++ % 2];
             _tile_stored(0, c, line);
@@ -362,8 +362,6 @@ static void product_of_many(const job *j, input a, long count, result r, long me
             done.out += r.stride ? n * TILE * r.stride : n * TILE * w->out / 2;
             piece = 0, last = pieces(&done);
         }
-        char *swap = near;
-        near = far, far = swap;
     }
     for (; piece < last; piece++) finish(&done, piece);
 }

@@ -17,7 +17,7 @@ typedef bf16 real;
 #include "whole.h"
 #include "vectors.c"
 
-enum { PHASES = 5 }; /* of a layer, in which threads take units or tasks in turns */
+enum { PHASES = 5 }; /* of a layer, in which threads take units or tasks of each other's */
 
 typedef struct {
     const model *m;
@@ -32,7 +32,7 @@ typedef struct {
     long *start, *limit; /* [query tile]: slots before and beyond these are seen by none of them; multiples of 32 */
     char *own;      /* [threads, own_size] */
     size_t own_size;
-    atomic_long *taken; /* [layers, PHASES], of the head too: units or tasks that threads have taken */
+    atomic_long *taken; /* [layers and head, PHASES, threads]: units or tasks that have been taken of theirs */
     meeting all;
 } job;
 
@@ -89,41 +89,45 @@ static void work(void *data) {
     if (m->heads * m->size > width) width = m->heads * m->size;
     desk d = {.small = own, .sizes = (float *)(own + 2 * TILE * width)};
     d.normed = (bf16 *)(d.sizes + TILE);
-    char *unit = (char *)(d.normed + TILE * m->hidden), *rest = unit + 2 * (width / DEEP * STEP);
+    char *unit = (char *)(d.normed + TILE * m->hidden), *rest = unit + width / DEEP * STEP;
     long stride = (m->heads + 2 * m->groups) * m->size, parts = 1, tiles = up(j->rows, TILE) / TILE;
     while (parts < tiles && parts * m->groups % j->all.workers) parts++; /* the same for each thread, if that can be */
     if (tiles > 16 * parts) parts *= 2; /* quick threads take more */
     see(j, me);
     for (long at = 0; at < m->layers; at++) {
         const layer *l = m->layer + at;
-        atomic_long *taken = j->taken + at * PHASES;
+        atomic_long *taken = j->taken + at * PHASES * j->all.workers;
         input a = input_of(j, &l->qkv, j->x, NULL, l->before, count, &d, me);
         product(j, a, count, (result){&l->qkv, .out = j->qkv, .stride = stride, .kind = STORE}, me, unit, taken);
+        taken += j->all.workers;
         meet(&j->all);
         rotate(j, at, me);
         meet(&j->all);
-        for (long task = me; task < parts * m->groups; task = atomic_fetch_add(taken + 1, 1) + j->all.workers)
+        for (long task = me; task < parts * m->groups; task = atomic_fetch_add(taken, 1) + j->all.workers)
             attend(j, at, task / parts, task % parts, parts, rest);
         meet(&j->all);
         a = input_of(j, &l->out, j->att, NULL, NULL, count, &d, me);
+        taken += j->all.workers;
         result on = {.out = j->x, .stride = m->hidden, .kind = ADD};
         on.w = &l->out;
-        product(j, a, count, on, me, unit, taken + 2);
+        product(j, a, count, on, me, unit, taken);
+        taken += j->all.workers;
         meet(&j->all);
         a = input_of(j, &l->gate_up, j->x, NULL, l->after, count, &d, me);
         int pairs = count > TILE / 2 && l->gate_up.format != TILES && l->down.format != TILES;
         product(j, a, count, (result){&l->gate_up, .out = j->act, .stride = pairs ? 0 : m->inner, .kind = SILU}, me,
-                unit, taken + 3);
+                unit, taken);
+        taken += j->all.workers;
         meet(&j->all);
         if (pairs) a = input_in_pairs((const char *)j->act, m->inner);
         else a = input_of(j, &l->down, j->act, NULL, NULL, count, &d, me);
         on.w = &l->down;
-        product(j, a, count, on, me, unit, taken + 4);
+        product(j, a, count, on, me, unit, taken);
         meet(&j->all);
     }
     input a = input_of(j, &m->head, j->x, r->keep, m->norm, r->kept, &d, me);
     product(j, a, r->kept, (result){&m->head, .out = r->logits, .stride = m->head.out, .kind = STORE}, me, unit,
-            j->taken + m->layers * PHASES);
+            j->taken + m->layers * PHASES * j->all.workers);
     _tile_release();
 }
 
@@ -134,7 +138,7 @@ static void sizes_of(const model *m, long count, long used, long threads, long *
     long rows = up(count, 3 * TILE), padded = up(count * (m->heads / m->groups), TILE), seen = up(used, SLOTS);
     long width = m->hidden > m->inner ? m->hidden : m->inner;
     if (m->heads * m->size > width) width = m->heads * m->size;
-    long own = 2 * TILE * width + TILE * 4 + TILE * m->hidden * 2 + 2 * (width / DEEP * STEP);
+    long own = 2 * TILE * width + TILE * 4 + TILE * m->hidden * 2 + width / DEEP * STEP;
     own += 2 * TILE * m->size + seen * TILE * 6 + seen * m->size * 2 + SLOTS * m->size * 2 + 2 * 4096 + TILE * 4;
     parts[0] = rows * m->hidden * 2;
     parts[1] = rows * (m->heads + 2 * m->groups) * m->size * 2;
@@ -146,7 +150,7 @@ static void sizes_of(const model *m, long count, long used, long threads, long *
     parts[7] = up(own, 4096) * threads;
     parts[8] = rows * (width * 2 + 4);
     parts[9] = padded / TILE * seen / SLOTS;
-    parts[10] = (m->layers + 1) * PHASES * (long)sizeof(atomic_long);
+    parts[10] = (m->layers + 1) * PHASES * threads * (long)sizeof(atomic_long);
     for (int i = 0; i < PARTS; i++) parts[i] = up(parts[i], 64);
 }
 
@@ -172,7 +176,7 @@ void forward(const model *m, const request *r, const team *t, char *memory) {
              .own = at[7], .own_size = (size_t)(parts[7] / t->threads), .ready = at[8],
              .some = (uint8_t *)at[9], .taken = (atomic_long *)at[10], .all = {.workers = 1}};
     j.sizes = (float *)(at[8] + parts[8]) - up(r->count, 3 * TILE);
-    for (long i = 0; i < (m->layers + 1) * PHASES; i++) atomic_init(j.taken + i, 0);
+    for (long i = 0; i < (m->layers + 1) * PHASES * t->threads; i++) atomic_init(j.taken + i, 0);
     memcpy(j.x, r->x, (size_t)(r->count * m->hidden) * 2);
     if (t->threads > 1) t->parallel(work, &j, (unsigned)t->threads, 0);
     else work(&j);

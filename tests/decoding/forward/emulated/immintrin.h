@@ -311,6 +311,7 @@ EMU_FAST void emu_tile_dpbssd(int t, int a, int b) {
 #undef EACH
 #undef _tile_zero
 #undef _tile_loadd
+#undef _tile_stream_loadd
 #undef _tile_stored
 #undef _tile_dpbf16ps
 #undef _tile_dpbssd
@@ -318,6 +319,7 @@ EMU_FAST void emu_tile_dpbssd(int t, int a, int b) {
 #define _tile_release() ((void)0)
 #define _tile_zero emu_tile_zero
 #define _tile_loadd emu_tile_loadd
+#define _tile_stream_loadd emu_tile_loadd
 #define _tile_stored emu_tile_stored
 #define _tile_dpbf16ps emu_tile_dpbf16ps
 #define _tile_dpbssd emu_tile_dpbssd
