@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import json as encoder
 import platform
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from dsbd_cli.cli.output import Out
 from dsbd_cli.energy_probes import is_sliced
 from dsbd_cli.errors import DsbdError, UserError
+from dsbd_cli.ui.safe import escaped
 from dsbd_cli.version import __version__
 
 _PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "gguf", "accelerate", "nvidia-ml-py",
@@ -36,14 +39,16 @@ def doctor(
         _measure(measure)
     report = examine()
     if json:
-        sys.stdout.write(encoder.dumps(report, ensure_ascii=False) + "\n")
+        Out().write_json(encoder.dumps(report, ensure_ascii=False) + "\n")
         return
     for name, value in report.items():
         if isinstance(value, dict):
             value = [f"{key}: {inner}" for key, inner in value.items()]
         lines = value if isinstance(value, list) else [value]
         for place, line in enumerate(lines or ["none"]):
-            sys.stdout.write(f"{name if place == 0 else '':<10} {line}\n")
+            # Names come out of files that anyone may have written.
+            shown = escaped(line).replace("\n", "\\n")
+            Out().write(f"{name if place == 0 else '':<10} {shown}\n")
 
 
 def examine() -> dict[str, Any]:
@@ -169,7 +174,10 @@ def _cache() -> str:
     root = cache_root()
     if not root.is_dir():
         return f"{root} (empty)"
-    size = sum(path.stat().st_size for path in root.rglob("*") if path.is_file())
+    size = 0
+    for path in root.rglob("*"):
+        with contextlib.suppress(OSError):  # what another process has removed meanwhile
+            size += path.stat().st_size if path.is_file() else 0
     return f"{root} ({size / 1e6:,.0f} MB)"
 
 
@@ -192,24 +200,40 @@ def _formats() -> list[str]:
     """Which number formats `auto` was found to be, for the models that were loaded on this CPU."""
     from dsbd_cli.prices.formats import listed
 
-    return [
-        f"{facts.get('number format')} {facts.get('name')}, {facts.get('threads')} threads, "
-        f"torch {facts.get('torch')}: {verdict.describe()}"
+    return _current(
+        (
+            facts,
+            f"{facts.get('number format')} {facts.get('name')}, {facts.get('threads')} threads, "
+            f"torch {facts.get('torch')}: {verdict.describe()}",
+        )
         for _, facts, verdict in listed()
-    ]
+    )
+
+
+def _current(found: Iterable[tuple[dict[str, Any], str]]) -> list[str]:
+    """Lines of what this very program has measured, and how many are of others."""
+    from dsbd_cli.loading.ready.key import code_sum
+
+    lines, others = [], 0
+    for facts, line in found:
+        if facts.get("dsbd") == __version__ and facts.get("code") == code_sum():
+            lines.append(line)
+        else:
+            others += 1
+    return [*lines, f"{others} more, by another version of dsbd: not used"] if others else lines
 
 
 def _prices() -> list[str]:
     """What forwards were measured to cost, for the pairs that decoded here."""
     from dsbd_cli.prices.store import listed
 
-    lines = []
+    lines: list[tuple[dict[str, Any], str]] = []
     for facts, prices in listed():
         models = [facts[role] for role in ("target", "draft") if isinstance(facts.get(role), dict)]
         names = " + ".join(f"{one.get('name')} ({one.get('dtype')}, {one.get('device')})" for one in models)
         threads = f", {facts['threads']} threads" if "threads" in facts else ""
-        lines.append(f"{names}{threads}, torch {facts.get('torch')}: {prices.describe()}")
-    return lines
+        lines.append((facts, f"{names}{threads}, torch {facts.get('torch')}: {prices.describe()}"))
+    return _current(lines)
 
 
 def _host() -> list[str]:
@@ -217,10 +241,10 @@ def _host() -> list[str]:
     from dsbd_cli.prices.host import KIND
     from dsbd_cli.prices.store import listed_of
 
-    return [
-        f"python {facts.get('python')}, torch {facts.get('torch')}: {prices.describe()}"
+    return _current(
+        (facts, f"python {facts.get('python')}, torch {facts.get('torch')}: {prices.describe()}")
         for _, facts, prices in listed_of(KIND)
-    ]
+    )
 
 
 def _measure(preset: str) -> None:

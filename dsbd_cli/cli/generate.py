@@ -12,7 +12,7 @@ import typer
 
 from dsbd_cli.batch import AUTO
 from dsbd_cli.cli.options import Chosen, decoding_options
-from dsbd_cli.cli.output import Out, StdoutError, note
+from dsbd_cli.cli.output import Out, StdoutError, figures, note
 from dsbd_cli.cli.stdin import read_prompt, text_waits
 from dsbd_cli.errors import UserError
 from dsbd_cli.group import joined
@@ -212,10 +212,11 @@ def print_stats(result: Result) -> None:
     from dsbd_cli.setting_text import describe
 
     stats = asdict(result.stats)
-    print(f"{'method':24} {describe(vars(result.settings))}", file=sys.stderr)
+    lines = [f"{'method':24} {describe(vars(result.settings))}"]
     for name, value in [*stats.items(), *stats["paths"].items()]:
         if name in ("widths", "distinct_widths", "paths"):
             continue
         shown = "n/a" if value is None else f"{value:.4g}" if isinstance(value, float) else value
-        print(f"{name:24} {shown}", file=sys.stderr)
-    print(f"{'finish_reason':24} {result.finish_reason}\n{'seed':24} {result.seed}", file=sys.stderr)
+        lines.append(f"{name:24} {shown}")
+    lines += [f"{'finish_reason':24} {result.finish_reason}", f"{'seed':24} {result.seed}"]
+    figures(lines)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from dsbd_cli.errors import RunError
@@ -86,3 +87,9 @@ def note(line: str) -> None:
         line = folded(escaped(line), sys.stderr)
     with waiting.above():
         print(line, file=sys.stderr, flush=True)
+
+
+def figures(lines: Iterable[str]) -> None:
+    """Lines of numbers on stderr; what models and files are called stands among them."""
+    told = map(escaped, lines) if is_terminal(sys.stderr) else lines
+    print(*told, sep="\n", file=sys.stderr)

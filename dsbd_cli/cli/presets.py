@@ -30,13 +30,13 @@ def presets(context: typer.Context) -> None:
         Out().write(_table(found, columns))
         return
     for cells in (_COLUMNS, *map(_cells, found)):
-        sys.stdout.write("\t".join(cells) + "\n")
+        Out().write("\t".join(cells) + "\n")
 
 
 @app.command()
 def show(name: Annotated[str, typer.Argument(help="A preset's name, or a YAML file.")]) -> None:
     """Print the settings really used, defaults included, as YAML that is itself a preset."""
-    sys.stdout.write(to_yaml(load_preset(name)))
+    Out().write(to_yaml(load_preset(name)))
 
 
 def _cells(preset: Preset) -> tuple[str, ...]:

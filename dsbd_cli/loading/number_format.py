@@ -12,6 +12,7 @@ from dsbd_cli.loading import gguf_cache, hardware, processor
 from dsbd_cli.loading.hardware import INT8, NumberFormat
 from dsbd_cli.loading.place import Place
 from dsbd_cli.loading.progress import Progress
+from dsbd_cli.loading.ready import key
 from dsbd_cli.loading.stamp import files_stamp
 from dsbd_cli.prices import formats, store
 
@@ -60,6 +61,7 @@ def pick(
         formats=[one.name for one in choice],
         threads=torch.get_num_threads(),
         versions={library: importlib.metadata.version(library) for library in _LIBRARIES},
+        code=key.code_sum(),
     )
 
     def measure() -> formats.Verdict:

@@ -6,6 +6,7 @@ import sys
 from typing import Any, Protocol
 
 from dsbd_cli.ui import waiting
+from dsbd_cli.ui.safe import one_line
 
 
 class Progress(Protocol):
@@ -42,6 +43,7 @@ class TerminalProgress:
                 self._tasks[stage] = None
                 print(f"dsbd: {stage}", file=sys.stderr, flush=True)
             return
+        stage = one_line(stage)  # names are of files that anyone may have written
         if self._bar is None:
             waiting.ready()
             self._bar = _bar()

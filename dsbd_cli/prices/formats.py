@@ -81,7 +81,7 @@ class Verdict:
                 for name, curve in values["ms"].items()
             }
             return cls(values["dtype"], ms, str(values["origin"]))
-        except (KeyError, TypeError, AttributeError) as error:
+        except (KeyError, TypeError, AttributeError, OverflowError) as error:
             raise ValueError(f"no verdict ({type(error).__name__}: {error})") from None
 
 
@@ -112,7 +112,14 @@ def allowed() -> bool:
 
 
 def facts(
-    *, name: str, weights: str, role: str, formats: Sequence[str], threads: int, versions: Mapping[str, str]
+    *,
+    name: str,
+    weights: str,
+    role: str,
+    formats: Sequence[str],
+    threads: int,
+    versions: Mapping[str, str],
+    code: str,
 ) -> dict[str, Any]:
     """What a verdict depends on.
 
@@ -121,6 +128,7 @@ def facts(
         role: `target` or `draft`, which may multiply in int8.
         formats: those to choose from, what rounds least first.
         threads: of torch. versions: of the libraries that compute.
+        code: stands for the code that computes and times.
     """
     return {
         "number format": role,
@@ -129,6 +137,7 @@ def facts(
         "formats": list(formats),
         "threads": threads,
         "dsbd": __version__,
+        "code": code,
         **versions,
         "machine": platform.machine(),
         "flags": hashlib.sha256(processor.description().encode()).hexdigest()[:16],

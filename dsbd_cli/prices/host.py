@@ -36,6 +36,7 @@ from dsbd_cli.decoding import (
     top_n_needed,
 )
 from dsbd_cli.loading import processor
+from dsbd_cli.loading.ready import key
 from dsbd_cli.others import Window
 from dsbd_cli.prices import store
 from dsbd_cli.prices.probe import measured_now, quick
@@ -116,6 +117,7 @@ def facts() -> dict[str, Any]:
     return {
         "host": "many requests",
         "dsbd": __version__,
+        "code": key.code_sum(),
         "python": platform.python_version(),
         "torch": torch.__version__,
         "numpy": np.__version__,

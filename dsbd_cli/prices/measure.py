@@ -15,6 +15,7 @@ import torch
 from dsbd_cli.decoding import HfTreeModel
 from dsbd_cli.loading import processor
 from dsbd_cli.loading.hardware import NumberFormat
+from dsbd_cli.loading.ready import key
 from dsbd_cli.loading.ready.pair import plain_config
 from dsbd_cli.others import Window
 from dsbd_cli.prices.probe import Probe, measured_now, quick
@@ -34,7 +35,12 @@ def facts_of(target: HfTreeModel, draft: HfTreeModel | None) -> dict[str, Any]:
     """What prices depend on: machine, threads, versions, and of each model its shape, format and forward."""
     models = {"target": target, "draft": draft}
     kinds = {model.device.type for model in models.values() if model is not None}
-    facts: dict[str, Any] = {"dsbd": __version__, "torch": torch.__version__, "machine": platform.machine()}
+    facts: dict[str, Any] = {
+        "dsbd": __version__,
+        "code": key.code_sum(),
+        "torch": torch.__version__,
+        "machine": platform.machine(),
+    }
     if "cpu" in kinds:
         facts |= {
             "flags": hashlib.sha256(processor.description().encode()).hexdigest()[:16],

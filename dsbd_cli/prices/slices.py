@@ -23,8 +23,9 @@ from dsbd_cli.loading.checkpoint import weight_files
 from dsbd_cli.loading.hardware import NumberFormat
 from dsbd_cli.loading.place import Place
 from dsbd_cli.loading.shapes import skeleton
+from dsbd_cli.others import Window
 from dsbd_cli.prices.formats import Verdict, quickest
-from dsbd_cli.prices.probe import Probe, quick
+from dsbd_cli.prices.probe import Probe, measured_now, quick
 
 COUNTS = (1, 16)  # nodes of a forward: a beam, and a small forest
 BUDGET = 0.4  # seconds, less what two rounds take
@@ -56,8 +57,9 @@ def judge(place: Place, config: Any, formats: Sequence[NumberFormat], *, int8: b
         computes = next(iter(models.values())).dtype
         same = computes if computes in names else names[0]
         return Verdict(same, {}, "not timed: the same forward serves each format")
+    watched = Window()
     ms = measure(models)
-    return Verdict(quickest(ms), ms, f"measured {time.strftime('%Y-%m-%d %H:%M')}")
+    return Verdict(quickest(ms), ms, measured_now(watched.share()))
 
 
 def measure(

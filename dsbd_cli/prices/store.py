@@ -166,6 +166,14 @@ def _usable(kind: Kind[T], path: Path, notes: list[str]) -> T | None:
         return None
 
 
+def _written(path: Path) -> float:
+    """When; a file that another process has removed meanwhile is an old one."""
+    try:
+        return path.stat().st_mtime
+    except OSError:
+        return 0.0
+
+
 def listed() -> Iterator[tuple[dict[str, Any], Prices]]:
     """Facts and prices of every whole file in the cache folder, newest first."""
     return ((facts, prices) for _, facts, prices in listed_of(PRICES))
@@ -173,8 +181,7 @@ def listed() -> Iterator[tuple[dict[str, Any], Prices]]:
 
 def listed_of(kind: Kind[T]) -> Iterator[tuple[Path, dict[str, Any], T]]:
     """File, facts and the thing itself of every whole file of a kind in the cache folder, newest first."""
-    files = folder().glob("*.json") if folder().is_dir() else ()
-    for path in sorted(files, key=lambda path: -path.stat().st_mtime):
+    for path in sorted(folder().glob("*.json"), key=_written, reverse=True):
         try:
             values = _values(path)
             found, facts = kind.read(values.get(kind.name)), values.get("facts")

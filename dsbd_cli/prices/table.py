@@ -11,7 +11,7 @@ from typing import Any
 
 FORMAT = 1
 # A table beyond these is a damaged file, not a machine.
-_MOST_POINTS, _MOST_MS = 64, 1e7
+_MOST_POINTS, _MOST_NODES, _MOST_MS = 64, 1 << 30, 1e7
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Curve:
     def __post_init__(self) -> None:
         if not 0 < len(self.nodes) == len(self.ms) <= _MOST_POINTS:
             raise ValueError("a curve needs as many times as counts of nodes")
-        if not all(type(count) is int and count >= 1 for count in self.nodes):
+        if not all(type(count) is int and 1 <= count <= _MOST_NODES for count in self.nodes):
             raise ValueError("counts of nodes are whole numbers from 1 on")
         if not all(type(one) in (int, float) and 0 < one <= _MOST_MS for one in self.ms):
             raise ValueError("times are positive numbers of milliseconds")

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from dsbd_cli.cli import output
+from dsbd_cli.loading import progress
+from dsbd_cli.loading.ready.key import code_sum
+from dsbd_cli.prices import Curve, Prices, formats, host, store
+from dsbd_cli.version import __version__
 from tests import builders
 from tests.cli.conftest import Call, environment, pair, program
 from tests.terminal import Terminal
@@ -69,6 +75,58 @@ def test_errors_that_quote_a_users_words(dsbd: Call, screen: None, monkeypatch: 
     assert ran.code == 2
     assert "\\x1b]0;owned\\x07" in ran.err
     assert not set(ran.err) & set("\x1b\x07")
+
+
+CODES = "\x1b]0;owned\x07\u202e\x9b1m"
+
+
+def clean(text: str) -> bool:
+    return not set(text) & set("\x1b\x07\x9b\u202e\r")
+
+
+def test_what_the_doctor_reads_in_files(
+    dsbd: Call, screen: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Anyone may have written into a folder that is shared."""
+    monkeypatch.setenv("DSBD_CACHE", str(tmp_path))
+    mine = {"dsbd": __version__, "code": code_sum()}
+    verdict = formats.Verdict("float32", {}, f"timed {CODES}\nprices     none")
+    store.found_or_measured(formats.KIND, mine | {"name": f"big{CODES}"}, lambda: verdict)
+    prices = Prices(Curve((1,), (1.0,)), origin=CODES)
+    store.found_or_measured(store.PRICES, mine | {"target": {"name": CODES}}, lambda: prices)
+    times = host.HostPrices(1.0, 1.0, 1.0, CODES)
+    store.found_or_measured(host.KIND, mine | {"python": CODES}, lambda: times)
+    told, parsed = dsbd("doctor"), dsbd("doctor", "--json")
+    assert (told.code, parsed.code) == (0, 0)
+    assert clean(told.text)
+    assert clean(parsed.text)
+    assert "big\\x1b]0;owned\\x07" in told.text
+    assert "\nprices     none" not in told.text
+    assert parsed.json["prices"] == [f"{CODES} (None, None), torch None: {CODES}"]
+
+
+def test_presets_statistics_and_stages(
+    dsbd: Call, models: Models, screen: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    preset = tmp_path / "mine.yaml"
+    preset.write_text('target: "./a\\e]0;owned\\a\\u202e"\n')
+    shown = dsbd("presets", "show", preset)
+    assert shown.code == 0, shown.err
+    assert clean(shown.text)
+    prices = tmp_path / "prices.json"
+    prices.write_text(json.dumps(Prices.assumed(0.2, 0.03).to_dict() | {"origin": CODES}))
+    ran = dsbd("generate", "hi", *pair(models("says", "a")), "--seed", "1", "--prices", prices, "--stats")
+    assert ran.code == 0, ran.err
+    assert "owned" in ran.err
+    assert clean(ran.err)
+    shown_at: list[str] = []
+    bar = SimpleNamespace(start=lambda: None, stop=lambda: None, update=lambda *_, **__: None,
+                          add_task=lambda stage, **_: shown_at.append(stage))  # fmt: skip
+    monkeypatch.setattr(progress, "_bar", lambda: bar)
+    monkeypatch.setattr(sys, "stderr", SimpleNamespace(isatty=lambda: True))
+    with progress.TerminalProgress() as tell:
+        tell(f"loading {CODES}")
+    assert clean("".join(shown_at))
 
 
 def test_a_line_end_that_comes_in_two_pieces_stays_one(

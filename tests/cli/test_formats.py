@@ -116,6 +116,9 @@ def test_the_doctor_shows_them_and_has_them_chosen_anew(
     assert report.code == 0, report.err
     assert [line.rpartition(": ")[2] for line in report.json["formats"]] == ["float32, made up"] * 2
     assert dtypes(dsbd(*command).json) == ["float32", "float32"]
+    for path, facts, _ in [*formats.listed()][:1]:  # what other code has timed is not used
+        path.write_text(path.read_text().replace(facts["code"], "other"))
+    assert dsbd("doctor", "--json").json["formats"][1:] == ["1 more, by another version of dsbd: not used"]
     told = dsbd("doctor").text
     assert "float32 or bfloat16 for weights stored in bfloat16" in told
     assert "whichever is timed to be quicker" in told

@@ -16,6 +16,7 @@ from dsbd_cli.errors import UserError
 from dsbd_cli.loading import PairSpec, load_pair, number_format, processor
 from dsbd_cli.loading.hardware import NumberFormat, choice, pick_dtype
 from dsbd_cli.loading.place import Place
+from dsbd_cli.loading.ready import key
 from dsbd_cli.loading.ready import pair as ready
 from dsbd_cli.loading.source import parse_source
 from dsbd_cli.prices import formats, slices, store
@@ -207,6 +208,10 @@ def of_another_version(spec: PairSpec, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(formats, "__version__", "0.0.0")
 
 
+def by_other_code(spec: PairSpec, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(key, "code_sum", lambda: "other")
+
+
 def elsewhere(spec: PairSpec, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(processor, "description", lambda: "flags: others")
 
@@ -223,7 +228,9 @@ def dropped(spec: PairSpec, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "target" not in [facts["name"] for _, facts, _ in formats.listed()]
 
 
-@pytest.mark.parametrize("change", [touched, with_threads, of_another_version, elsewhere, damaged, dropped])
+@pytest.mark.parametrize(
+    "change", [touched, with_threads, of_another_version, by_other_code, elsewhere, damaged, dropped]
+)
 def test_it_is_timed_anew_when_what_it_depends_on_changes(
     spec: PairSpec, judge: Judge, monkeypatch: pytest.MonkeyPatch, change: Callable[..., None]
 ) -> None:

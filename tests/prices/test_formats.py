@@ -59,7 +59,14 @@ def test_a_verdict_is_what_was_written() -> None:
 
 @pytest.mark.parametrize(
     "change",
-    [{"format": 2}, {"dtype": None}, {"dtype": "float16"}, {"ms": 3}, {"ms": {"bfloat16": {"1": -1}}}],
+    [
+        {"format": 2},
+        {"dtype": None},
+        {"dtype": "float16"},
+        {"ms": 3},
+        {"ms": {"bfloat16": {"1": -1}}},
+        {"ms": {"bfloat16": {"1": 10**400}}},
+    ],
 )
 def test_anything_else_is_no_verdict(change: dict[str, Any]) -> None:
     values = Verdict("bfloat16", times((4.0, 8.0), (2.0, 3.0)), "").to_dict() | change
@@ -188,6 +195,18 @@ def test_formats_are_timed_through_the_forwards_that_serve_the_model(
         "float32": torch.float32,
         "bfloat16": torch.bfloat16,
     }
+
+
+@pytest.mark.parametrize("share", [0.0, 0.61])
+def test_a_verdict_says_whether_the_machine_was_busy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, share: float
+) -> None:
+    monkeypatch.setattr(slices, "Window", lambda: SimpleNamespace(share=lambda: share))
+    monkeypatch.setattr(slices, "measure", lambda models: times((4.0, 8.0), (2.0, 3.0)))
+    builders.rand(tmp_path)
+    place = place_of(tmp_path)
+    said = judge(place, load_config(place, False), BOTH, int8=False, trust=False).describe()
+    assert ("on a busy machine (other processes took 61%" in said) is (share > 0.5)
 
 
 def test_a_real_clock_gives_times_of_each(tmp_path: Path) -> None:

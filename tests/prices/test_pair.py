@@ -14,7 +14,8 @@ from dsbd_cli.decoding import Notice
 from dsbd_cli.decoding.methods.proposers import ForestShape
 from dsbd_cli.decoding.tree.sequences import Node
 from dsbd_cli.errors import UserError
-from dsbd_cli.prices import Curve, Prices, measure, store
+from dsbd_cli.loading.ready import key
+from dsbd_cli.prices import Curve, Prices, host, measure, store
 from dsbd_cli.prices import pair as pair_module
 from dsbd_cli.prices.pair import ONCE
 from dsbd_cli.settings import Settings
@@ -144,6 +145,16 @@ def test_other_threads_other_prices(decoder: Decoder, monkeypatch: pytest.Monkey
     monkeypatch.setattr(torch, "get_num_threads", lambda: 77)
     assert store.path_of(measure.facts_of(decoder.target, decoder.draft)) != store.path_of(facts)
     assert store.path_of(measure.facts_of(decoder.draft, decoder.target)) != store.path_of(facts)
+
+
+def test_prices_are_of_the_code_that_was_timed(decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = []
+    for code in ("one", "another"):
+        monkeypatch.setattr(key, "code_sum", lambda code=code: code)
+        found.append((measure.facts_of(decoder.target, decoder.draft), host.facts()))
+    for one, other in zip(*found, strict=True):
+        assert store.path_of(one) != store.path_of(other)
+        assert one == other | {"code": "one"}
 
 
 def test_measuring_leaves_nothing_behind_that_changes_an_answer(

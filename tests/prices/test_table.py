@@ -64,7 +64,7 @@ def test_what_are_no_prices_is_refused() -> None:
     good = Prices.assumed(0.2, 0.03).to_dict()
     bad = [None, [], "x", {}, good | {"format": 2}, good | {"target": None}, good | {"layer_ms": "1"},
            good | {"target": {"nodes": [1], "ms": []}}, good | {"draft": {"nodes": 1, "ms": 1}},
-           good | {"layer_ms": -1}]  # fmt: skip
+           good | {"layer_ms": -1}, good | {"target": {"nodes": [1, 10**400], "ms": [1, 2]}}]  # fmt: skip
     for values in bad:
         with pytest.raises(ValueError):
             Prices.from_dict(values)

@@ -20,8 +20,8 @@ from dsbd_cli.version import __version__
 
 _PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "numpy", "jinja2")
 _PACKAGE = Path(__file__).parents[2]
-# What decides whether a verdict still holds, and whether a ready model is what it was.
-_CODE = ("loading", "decoding/forward", "decoding/cache", "decoding/model")
+# What decides whether a verdict and what was timed still hold, and whether a ready model is what it was.
+_CODE = ("loading", "decoding", "prices")
 
 
 def folder_of(source: Source, cache: Path) -> Path:
@@ -79,6 +79,7 @@ def versions() -> dict[str, str]:
 
 @functools.cache
 def code_sum() -> str:
+    """Of the code that loads, computes and times."""
     digest = hashlib.sha256()
     for folder in _CODE:
         for path in sorted((_PACKAGE / folder).rglob("*.[pch]*")):
