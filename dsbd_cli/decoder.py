@@ -30,6 +30,7 @@ from dsbd_cli.errors import UserError
 from dsbd_cli.generation import Generation, Planned
 from dsbd_cli.group import group_of
 from dsbd_cli.loading import LoadedModel, Pair, PairSpec, load_pair
+from dsbd_cli.loading.hardware import NumberFormat
 from dsbd_cli.loading.model import same_model
 from dsbd_cli.loading.ready.packed import Place
 from dsbd_cli.loading.vocabulary import narrowed
@@ -293,14 +294,18 @@ class Decoder:
         return EnergyMeter.for_devices([model.device for model in models], team)
 
     def models(self) -> dict[str, Any]:
-        """Name, dtype and device of both models, for results; of a draft how many ids it proposes, if not all."""
-        pair = {"target": self.pair.target, "draft": self.pair.draft}
+        """Name, number format, device of both models, for results; of a draft how many ids it proposes, if not all."""
+        pair = {"target": (self.pair.target, self.target), "draft": (self.pair.draft, self.draft)}
         return {
             role: None
-            if model is None
-            else {"name": model.name, "dtype": model.format, "device": str(model.device)}
+            if loaded is None or tree is None
+            else {
+                "name": loaded.name,
+                "dtype": NumberFormat(loaded.dtype, tree.int8_activations).name,
+                "device": str(loaded.device),
+            }
             | ({"vocab": len(ids)} if role == "draft" and (ids := self.pair.draft_ids) is not None else {})
-            for role, model in pair.items()
+            for role, (loaded, tree) in pair.items()
         }
 
 

@@ -56,7 +56,7 @@ def kernels_wanted() -> bool:
 
 
 def compiler() -> str | None:
-    """The C compiler to call, or None."""
+    """The C compiler to call, or None; CC may have options behind it, or another program before it."""
     return os.environ.get("CC") or shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
 
 

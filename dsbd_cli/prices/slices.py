@@ -52,7 +52,11 @@ def judge(place: Place, config: Any, formats: Sequence[NumberFormat], *, int8: b
         models = {one.name: slice_.model(one, int8) for one in formats}
     except Exception as error:  # whatever modelling code makes of a part of itself
         return Verdict(names[0], {}, f"not timed ({type(error).__name__} in a slice of it)")
-    if len({one.arithmetic for one in models.values()}) == 1:
+    first: dict[Any, str] = {}
+    for name, one in models.items():
+        first.setdefault(one.arithmetic, name)
+    models = {name: models[name] for name in first.values()}  # of what computes alike noise would choose
+    if len(models) == 1:
         # One forward for all of them: the format that it computes in is what is held.
         computes = next(iter(models.values())).dtype
         same = computes if computes in names else names[0]

@@ -231,6 +231,22 @@ def test_what_one_forward_serves_alike_is_not_timed(
     assert "the same forward" in verdict.describe()
 
 
+def test_of_formats_that_compute_alike_one_is_timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """8 bits where there are no blocks."""
+    seen: list[str] = []
+
+    def fake(models: dict[str, Sliced]) -> Any:
+        seen.extend(models)
+        return times((4.0, 8.0), (2.0, 3.0))
+
+    monkeypatch.setattr(slices, "measure", fake)
+    builders.rand(tmp_path, "gpt2")
+    place = place_of(tmp_path)
+    open_ = (*BOTH, NumberFormat.called("int8"))
+    assert judge(place, load_config(place, False), open_, int8=False, trust=False).dtype == "bfloat16"
+    assert seen == ["float32", "bfloat16"]
+
+
 def test_a_model_that_cannot_be_sliced_takes_what_rounds_least(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

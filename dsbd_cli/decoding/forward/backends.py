@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from dsbd_cli.decoding.cache.buffers import KVBuffer
-from dsbd_cli.decoding.forward import amx, simd
+from dsbd_cli.decoding.forward import amx, native, simd
 from dsbd_cli.decoding.forward.hf import HfForward, layer_kinds
 from dsbd_cli.decoding.forward.kernels import (
     DenseLinear,
@@ -126,6 +126,19 @@ def why_no_simd(model: Any, int8: bool) -> str | None:
     if sum(weight.numel() * weight.element_size() for weight in model.parameters()) >= spare_memory():
         return "no memory for a second copy of the weights"
     return None if simd.library() is not None else "no C compiler"
+
+
+def why_no_int8_activations(model: Any) -> str:
+    """Why none is rounded to 8 bits, where that was asked for."""
+    if reason := why_not_fused(model):
+        return reason
+    return why_no_simd(model, False) or "none of its weights are in such blocks"
+
+
+def why_no_code() -> str | None:
+    """What the C compiler said, where code was to be compiled and is not there."""
+    reason = native.failure()
+    return reason if reason is not None and simd.library() is None else None
 
 
 def _why_no_c(model: Any, int8: bool) -> str | None:

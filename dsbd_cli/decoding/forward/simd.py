@@ -26,17 +26,21 @@ _LINE = 64
 _pointer, _long = ctypes.c_void_p, ctypes.c_long
 
 
-@functools.cache
 def library(level: str | None = None) -> Any:
     """The compiled forward; None without a compiler.
 
     Args:
         level: of `processor.LEVELS`; None: this processor's.
     """
+    return _library(level or processor.level())
+
+
+@functools.cache
+def _library(level: str) -> Any:
     return native.compiled(lambda: _loaded(level))
 
 
-def _loaded(level: str | None) -> Any:
+def _loaded(level: str) -> Any:
     sources = "kernels.c", "meet.c", "whole.h", "int8.c", "simd.c"
     # Sums and products are fused where the source says so, and nowhere else: see `fused` there.
     built = native.built(*sources, flags=["-ffp-contract=off"], level=level)

@@ -5,6 +5,7 @@ One module, since prompts, forwards and what is kept of them work on the same ca
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -28,6 +29,7 @@ from dsbd_cli.decoding.forward.whole import WholeForward
 from dsbd_cli.decoding.law.distribution import LogitsProcessor, Support
 from dsbd_cli.decoding.model.protocol import Side
 from dsbd_cli.decoding.tree.sequences import Node
+from dsbd_cli.errors import UserError
 from dsbd_cli.loading.architecture import device_of, head_rows, input_rows, rope_border
 from dsbd_cli.loading.ready.packed import Place
 from dsbd_cli.prices import Prices
@@ -126,8 +128,11 @@ class HfTreeModel:
         self._use(first)
         if int8_activations and not first.int8_activations:
             self.notes.append(
-                f"{role}: no activation is rounded to 8 bits: that is for Llama-like models with 4-bit blocks"
+                f"{role}: no activation is rounded to 8 bits: that is for Llama-like models with 4-bit blocks "
+                f"({backends.why_no_int8_activations(module)})"
             )
+        if self.device.type == "cpu" and (reason := backends.why_no_code()) is not None:
+            self.notes.append(f"{role}: slower, for there is no code in C: {reason}")
 
     def require_tree(self) -> None:
         """Make sure, once, that the tree mask serves this model.
@@ -144,7 +149,8 @@ class HfTreeModel:
             if way is None:
                 self._served = False
                 raise refusal(self.model, wrong)
-            name = type(self._forward).__name__
+            short = " with activations in 8 bits" if self._forward.int8_activations else ""
+            name = f"{type(self._forward).__name__}{short}"
             self._refused += 1
             self.notes.append(
                 f"{self.role}: {name} is not used, it disagrees with the model's own forward ({wrong})"
@@ -180,6 +186,14 @@ class HfTreeModel:
     def _no_graphs(self, reason: str) -> None:
         self._capture, self.graphs, self._why_no_graphs = False, None, reason
         self.notes.append(f"{self.role}: no CUDA graphs, {reason}")
+
+    @property
+    def int8_activations(self) -> bool:
+        """Whether it does round activations to 8 bits: it was asked to, and it can."""
+        if self._forward.int8_activations:
+            with contextlib.suppress(UserError):  # said when a tree is asked for
+                self.require_tree()
+        return self._forward.int8_activations
 
     @property
     def captured(self) -> bool:

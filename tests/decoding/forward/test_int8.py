@@ -153,3 +153,32 @@ def test_the_runner_takes_it_and_says_where_there_is_nothing_to_round():
     other.prefill(list(range(5, 40)), Node(-1, None))
     assert not other.tree_forward.int8_activations
     assert "no activation is rounded" in other.notes[0]
+    assert "(none of its weights are in such blocks)" in other.notes[0]
+    assert (runner.int8_activations, other.int8_activations) == (True, False)
+
+
+@pytest.mark.parametrize(
+    ("why", "said"),
+    [("hooked", "has a forward hook"), ("sizes", "no multiples of 16"), ("uncompiled", "no C compiler")],
+)
+def test_why_none_is_rounded_is_said_as_it_is(monkeypatch: pytest.MonkeyPatch, why: str, said: str) -> None:
+    model = quantised("llama")
+    if why == "hooked":
+        model.model.layers[0].register_forward_hook(lambda *_: None)
+    elif why == "sizes":
+        model.config.intermediate_size += 1
+    else:
+        monkeypatch.setattr(simd, "library", lambda *_: None)
+    runner = HfTreeModel(model, vocab_size=272, int8_activations=True, test=False)
+    assert not runner.int8_activations
+    assert said in runner.notes[0]
+
+
+def test_one_that_the_self_test_refuses_is_not_what_it_computes_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    runner = HfTreeModel(quantised("llama"), vocab_size=272, int8_activations=True)
+    monkeypatch.setattr(
+        "dsbd_cli.decoding.model.hf_model.check_tree",
+        lambda tree, *_: "off" if tree._forward.int8_activations else None,
+    )
+    assert not runner.int8_activations
+    assert "SimdForward with activations in 8 bits is not used" in runner.notes[0]

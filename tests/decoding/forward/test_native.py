@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import subprocess
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 
-from dsbd_cli.decoding.forward import native
+from dsbd_cli.decoding.forward import native, simd
 from dsbd_cli.decoding.forward.kernels import CKernels, c_kernels
+from dsbd_cli.decoding.model.hf_model import HfTreeModel
 from dsbd_cli.loading import processor
+from tests import builders
 
 DTYPES = [torch.float32, torch.bfloat16]
 
@@ -121,3 +124,34 @@ def test_rows_on_several_threads_are_the_same_rows(kernels, dtype):
     single = [kernels.top_logits(row[None], 650, 9) for row in logits]
     for got, wanted in zip(whole, zip(*single, strict=True), strict=True):
         assert (got == np.concatenate(wanted)).all()
+
+
+def test_cc_may_be_several_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in `CC="ccache gcc"`, or with options behind it."""
+    compiler = processor.compiler()
+    if compiler is None or not Path("/usr/bin/env").exists():
+        pytest.skip("no C compiler here")
+    monkeypatch.setenv("CC", f"/usr/bin/env '{compiler}' -O1")
+    monkeypatch.setenv("DSBD_CACHE", str(tmp_path))
+    assert native.built("kernels.c").is_file()
+
+
+@pytest.mark.parametrize(
+    ("cc", "said"),
+    [
+        ("sh -c 'echo no such option >&2; exit 1'", "no such option"),
+        ("/nowhere/cc", "/nowhere/cc"),
+        ("'", "quot"),
+    ],
+)
+def test_a_compiler_that_fails_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cc: str, said: str
+) -> None:
+    monkeypatch.setenv("CC", cc)
+    monkeypatch.setenv("DSBD_CACHE", str(tmp_path))
+    monkeypatch.setattr(native, "_failures", [])
+    monkeypatch.setattr(simd, "_library", simd._library.__wrapped__)  # asked anew
+    runner = HfTreeModel(builders.rand(tmp_path / "model", head_dim=16), vocab_size=259)
+    (note,) = runner.notes
+    assert note.startswith("target: slower, for there is no code in C: ")
+    assert said in note

@@ -7,6 +7,7 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import platform
+import shlex
 import subprocess
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import TypeVar
 
 import torch
 
+from dsbd_cli.errors import first_line
 from dsbd_cli.loading import processor
 from dsbd_cli.loading.cache import build_once, cache_root
 
@@ -42,19 +44,31 @@ def team() -> Team:
     return Team(found[0], found[1], found[2], torch.get_num_threads())
 
 
+_failures: list[str] = []
+
+
+def failure() -> str | None:
+    """Why code that was wanted is not there, where something was to be compiled and could not be."""
+    return _failures[0] if _failures else None
+
+
 def compiled(make: Callable[[], _T]) -> _T | None:
     """What `make` builds and loads; None where that is not possible or not wanted."""
     if not processor.can_compile():
         return None
     try:
         return make()
-    except (OSError, subprocess.SubprocessError, AttributeError):
-        return None
+    except subprocess.CalledProcessError as error:
+        said = error.stderr.decode("utf-8", "replace").strip()
+        _failures.append(said.splitlines()[0] if said else f"it ended with {error.returncode}")
+    except (OSError, subprocess.SubprocessError, AttributeError) as error:
+        _failures.append(first_line(error))
     except Exception as error:
         # A cache that cannot be written is no reason not to decode.
-        if isinstance(error.__cause__, OSError):
-            return None
-        raise
+        if not isinstance(error.__cause__, OSError):
+            raise
+        _failures.append(first_line(error))
+    return None
 
 
 def built(*sources: str, flags: Sequence[str] = (), level: str | None = None) -> Path:
@@ -67,7 +81,10 @@ def built(*sources: str, flags: Sequence[str] = (), level: str | None = None) ->
     Raises:
         OSError, subprocess.SubprocessError: no compiler, or one that refuses.
     """
-    compiler = processor.compiler()
+    try:
+        compiler = shlex.split(processor.compiler() or "")
+    except ValueError as error:
+        raise FileNotFoundError(f"CC is no command ({error})") from None
     if not compiler:
         raise FileNotFoundError("no C compiler")
     texts = [(_FOLDER / name).read_text(encoding="utf-8") for name in sources]
@@ -78,7 +95,7 @@ def built(*sources: str, flags: Sequence[str] = (), level: str | None = None) ->
 
     def build(folder: Path) -> None:
         out = str(folder / last.with_suffix(".so"))
-        command = [compiler, *_FLAGS, *flags, "-o", out, str(_FOLDER / last), "-lm"]
+        command = [*compiler, *_FLAGS, *flags, "-o", out, str(_FOLDER / last), "-lm"]
         subprocess.run(command, check=True, capture_output=True, timeout=120)
 
     return build_once(folder, build, what="the CPU kernels") / last.with_suffix(".so")
