@@ -14,7 +14,7 @@ from dsbd_cli.setting_text import parse_setting
 from dsbd_cli.settings import FIELDS, KINDS, check_value, near
 
 MOST_POINTS = 10_000  # no bench of more ever ends, and a mistyped range would fill the memory
-_RANGE = re.compile(r"(\d+)\.\.(\d+)")
+_RANGE = re.compile(r"(\d{1,9})\.\.(\d{1,9})")
 
 Grid = dict[str, list[Any]]
 

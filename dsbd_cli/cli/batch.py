@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -64,7 +65,7 @@ def check_batch(batch: str) -> None:
     Raises:
         UserError: neither `auto` nor a whole number from 1 to 4096.
     """
-    if batch != AUTO and not (batch.isascii() and batch.isdigit() and 1 <= int(batch) <= _MOST):
+    if batch != AUTO and not (re.fullmatch("[0-9]{1,9}", batch) and 1 <= int(batch) <= _MOST):
         raise UserError(f"--batch must be auto or a whole number from 1 to {_MOST}, not {batch}")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
 import os
 import shutil
@@ -11,6 +12,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from filelock import FileLock, Timeout
 
@@ -18,7 +20,9 @@ from dsbd_cli.errors import RunError, UserError
 from dsbd_cli.loading.progress import Progress, silent
 
 VARIABLE = "DSBD_CACHE"
-_SIZES = ".sizes.json"  # of the files of a built folder
+_RECORD = ".built.json"  # what the files of a built folder are
+_SIZES = ".sizes.json"  # the sizes alone, as earlier versions wrote them
+_END = 1 << 16  # bytes of a file's beginning and end that are looked at
 _POLITE_WAIT = 1.0  # seconds before saying that another process holds the lock
 
 
@@ -73,22 +77,47 @@ def build_once(
 
 def is_built(folder: Path) -> bool:
     """Whether `folder` is there with all that was built, in full length: a cut library or a cut file of weights
-    ends a process by a signal once it is mapped. One of an earlier version, without a record, is taken as it is.
+    ends a process by a signal once it is mapped. Both ends of each file are what they were: a machine that lost its
+    power may leave zeros in files of full length. One of an earlier version, without a record, is taken as it is.
     """
     try:
-        sizes = json.loads((folder / _SIZES).read_bytes())
-        return all((folder / name).stat().st_size == size for name, size in sizes.items())
-    except FileNotFoundError as error:
-        return folder.is_dir() and error.filename == str(folder / _SIZES)
+        found = _read(folder, _RECORD)
+        if found is not None:
+            return all(_facts(folder / name) == facts for name, facts in found.items())
+        sizes = _read(folder, _SIZES)
+        if sizes is not None:
+            return all((folder / name).stat().st_size == size for name, size in sizes.items())
+        return folder.is_dir()
     except (OSError, ValueError, AttributeError):
         return False
 
 
+def _read(folder: Path, name: str) -> Any:
+    try:
+        return json.loads((folder / name).read_bytes())
+    except FileNotFoundError:
+        return None
+
+
+def _facts(path: Path) -> list[Any]:
+    """A file's size, and a sum of its beginning and its end."""
+    with path.open("rb") as file:
+        size = file.seek(0, os.SEEK_END)
+        file.seek(0)
+        ends = file.read(_END)
+        file.seek(max(0, size - _END))
+        ends += file.read(_END)
+    return [size, hashlib.sha256(ends).hexdigest()[:16]]
+
+
 def _record(folder: Path) -> None:
-    """Write down what `is_built` asks for."""
-    files = (path for path in sorted(folder.rglob("*")) if path.is_file())
-    sizes = {path.relative_to(folder).as_posix(): path.stat().st_size for path in files}
-    (folder / _SIZES).write_text(json.dumps(sizes), encoding="utf-8")
+    """Write down what `is_built` asks for, and have the disk take all of it before the folder gets its name."""
+    files = [path for path in sorted(folder.rglob("*")) if path.is_file()]
+    facts = {path.relative_to(folder).as_posix(): _facts(path) for path in files}
+    (folder / _RECORD).write_text(json.dumps(facts), encoding="utf-8")
+    for path in [*files, folder / _RECORD]:
+        with path.open("rb+") as file:
+            os.fsync(file.fileno())
 
 
 @contextmanager

@@ -44,7 +44,7 @@ def test_parsing(text, grid):
 @pytest.mark.parametrize(
     "text",
     ["", "gamma", "gamma=", "=2", "gamma=2,,3", "gamma=a", "gamma=5..2", "gama=2", "seed=1", "stop=x", "method=dsbd",
-     "gamma=2 gamma=3", "deterministic=maybe", "method=beem width=2", "tree=2xa"],
+     "gamma=2 gamma=3", "deterministic=maybe", "method=beem width=2", "tree=2xa", "width=1.." + "9" * 5000],
 )  # fmt: skip
 def test_nonsense_is_refused(text):
     with pytest.raises(UserError):

