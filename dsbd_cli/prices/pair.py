@@ -46,7 +46,7 @@ class PairPrices:
         name = _name(settings)
         if not self.wanted(settings) or name != AUTO or name in self._found or self._in_parts():
             return None
-        return None if store.path_of(self.facts()).exists() else ONCE
+        return None if store.path_of(self.facts()).exists() or not store.can_keep() else ONCE
 
     def look_up(self, settings: Settings) -> store.Kept:
         """The prices for these settings, and notes; None where all forests are to be full.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -60,6 +61,12 @@ class Kept(NamedTuple):
 def folder() -> Path:
     """Where what was measured is kept. Not created."""
     return cache_root() / "prices"
+
+
+def can_keep() -> bool:
+    """Whether anything can be written there; where not, nothing is measured."""
+    there = next(place for place in (folder(), *folder().parents) if place.exists())
+    return there.is_dir() and os.access(there, os.W_OK)
 
 
 def path_of(facts: Mapping[str, Any]) -> Path:

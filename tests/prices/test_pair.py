@@ -75,6 +75,19 @@ def test_they_are_measured_once_and_kept_for_the_next_start(
     assert prices.origin.startswith("measured ")
 
 
+def test_where_nothing_can_be_kept_no_measuring_is_announced(
+    folders: tuple[str, str],
+    decoder: Decoder,
+    measured: list[int],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("DSBD_CACHE", str(tmp_path / "file" / "cache"))
+    assert ONCE not in notes(decoder, settings())
+    assert not measured
+
+
 def test_what_was_measured_is_said_in_the_result(decoder: Decoder) -> None:
     prices = decoder.generate("hello", settings()).stats.paths["prices"]
     assert prices.startswith("measured ")
