@@ -79,7 +79,7 @@ def run_file(
             return results
         device = shard.device() if team.size == 1 else None  # a team has chosen its cards
         places: dict[str, Any] = {"target_device": device, "draft_device": device} if device else {}
-        decoder = _as_begun(chosen, store.models, chosen.load(**places), places)
+        decoder = _as_begun(chosen, store.models, chosen.load(**places), places, output)
         for line in [*chosen.in_vain(), *decoder.pair.notes]:
             tell(line)
         decoder.ready(settings)
@@ -149,12 +149,15 @@ def _say_refused(refused: int, total: int, output: Path) -> None:
 
 
 def _as_begun(
-    chosen: Chosen, begun: Mapping[str, str | None], decoder: Decoder, places: Mapping[str, Any]
+    chosen: Chosen, begun: Mapping[str, str | None], decoder: Decoder, places: Mapping[str, Any], output: Path
 ) -> Decoder:
     """The decoder in the number formats that the run was begun in: `auto` may be another one by now.
 
     Args:
         begun: `decoded_by` of the records that are there; nothing where there are none.
+
+    Raises:
+        UserError: this machine does not have them.
     """
     now = decoded_by(decoder)
     formats: dict[str, Any] = {}
@@ -162,7 +165,16 @@ def _as_begun(
         before, mine = (text or "").rsplit(" ", 2), (now.get(role) or "").rsplit(" ", 2)
         if before[::2] == mine[::2] and before != mine and before[1] in DTYPES:
             formats[f"{role}_dtype"] = before[1]
-    return chosen.load(**places, **formats) if formats else decoder
+    if not formats:
+        return decoder
+    try:
+        return chosen.load(**places, **formats)
+    except UserError as error:
+        names = ", ".join(f"{name.removesuffix('_dtype')} in {format_}" for name, format_ in formats.items())
+        raise UserError(
+            f"{output} was begun with the {names}, which is not to be had here ({error}): go on with it where it was "
+            "begun, or give another --output"
+        ) from None
 
 
 def decoded_by(decoder: Decoder) -> dict[str, Any]:

@@ -80,6 +80,24 @@ def test_a_batch_asked_for_in_another_format_is_another_run(
     assert "was begun with another" in other.err
 
 
+def test_a_batch_begun_in_a_format_that_is_not_to_be_had_here_says_so(
+    dsbd: Call, judge: list[str], pair: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a machine with other instructions, say: its user has asked for no format."""
+    (tmp_path / "in.txt").write_text("one\ntwo\n")
+    out, sidecar = tmp_path / "out.jsonl", tmp_path / "out.jsonl.run.json"
+    command = ["generate", "--input", tmp_path / "in.txt", "--output", out, *pair, "--seed", "3",
+               "--max-new-tokens", "4"]  # fmt: skip
+    assert dsbd(*command).code == 0
+    out.write_bytes(out.read_bytes().splitlines(keepends=True)[0])
+    sidecar.write_text(sidecar.read_text().replace("big bfloat16 cpu", "big int8 cpu"))
+    monkeypatch.setattr(processor, "int8_likely", lambda: False)
+    resumed = dsbd(*command)
+    assert resumed.code == 2
+    assert "was begun with the target in int8, which is not to be had here" in resumed.err
+    assert "give another --output" in resumed.err
+
+
 @pytest.mark.parametrize("found", [5, ["x"], None, "big int3 cpu", "x"])
 def test_a_batch_beside_whose_records_stands_nonsense_is_another_run(
     dsbd: Call, judge: list[str], pair: list[str], tmp_path: Path, found: Any

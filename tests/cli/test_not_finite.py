@@ -43,6 +43,23 @@ def test_a_target_without_numbers_stops_the_run(
         assert word in lines[0]
 
 
+@pytest.mark.parametrize(
+    ("dtype", "advice"),
+    [
+        ("float32", "in float32: check"),
+        ("bfloat16", "try --dtype float32, or"),
+        ("float16", "bfloat16 or float32, or"),
+    ],
+)
+def test_what_is_advised_is_not_what_was_done(
+    dsbd: Call, models: Models, tmp_path: Path, dtype: str, advice: str
+) -> None:
+    bad = broken(models("rand", tie_word_embeddings=False), tmp_path / "bad", float("nan"), slice(None))
+    ran = dsbd("generate", "hi", "--target", bad, "--method", "beam", "--dtype", dtype)
+    assert ran.code == 1
+    assert advice in ran.err
+
+
 @pytest.mark.parametrize("method", ["speculative", "specinfer", "dsbd"])
 def test_a_draft_without_numbers_is_not_silently_never_accepted(
     dsbd: Call, models: Models, tmp_path: Path, method: str

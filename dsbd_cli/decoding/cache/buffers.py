@@ -416,9 +416,10 @@ class LogitStore:
     def fail(self, node: Node) -> RunError:
         """The error for a node whose logits are not finite."""
         self.tainted = True
+        wider = {"float16": "try --dtype bfloat16 or float32, or ", "bfloat16": "try --dtype float32, or "}
         return RunError(
             f"{self.name} gave logits that are not finite at step {node.depth} in {self._dtype}: "
-            "try --dtype float32 or bfloat16, or check its weights"
+            f"{wider.get(self._dtype, '')}check its weights"
         )
 
     def _checked(self, node: Node) -> _Dense | _Sparse:
