@@ -65,6 +65,12 @@ class Decoder:
         # The caches are one run's at a time: of that which began last.
         self._lock, self._latest = threading.RLock(), object()
 
+    @property
+    def notes(self) -> list[str]:
+        """What a user should know before anything is decoded: of the pair, and of a format asked for in vain."""
+        in_vain = self.pair.target.int8_activations and not self.target.int8_activations
+        return [*self.pair.notes, *(note for note in self.target.notes if in_vain and "8 bits" in note)]
+
     def describe(self) -> dict[str, str]:
         """Which forward serves each model and which engine ran last, and why no other: a sentence each."""
         found = {"target forward": self.target.describe()}

@@ -1,4 +1,7 @@
-"""Decoding the prompts of a batch, many at a time, and what is written about each."""
+"""Decoding the prompts of a batch, many at a time, and what is written about each.
+
+One module, since files and streams are answered alike: from the same decoder, with the same records.
+"""
 
 from __future__ import annotations
 
@@ -80,7 +83,7 @@ def run_file(
         device = shard.device() if team.size == 1 else None  # a team has chosen its cards
         places: dict[str, Any] = {"target_device": device, "draft_device": device} if device else {}
         decoder = _as_begun(chosen, store.models, chosen.load(**places), places, output)
-        for line in [*chosen.in_vain(), *decoder.pair.notes]:
+        for line in [*chosen.in_vain(), *decoder.notes]:
             tell(line)
         decoder.ready(settings)
         facts |= {"models": decoded_by(decoder), "weights": weights(decoder)}

@@ -39,7 +39,7 @@ def open_pair(plan: Plan, world: World) -> Backend:
     for arm in plan.arms:
         if not arm.hf:
             decoder.ready(arm.settings)
-    for note in pair.notes:
+    for note in decoder.notes:
         tell(note)
     return PairBackend(decoder)
 

@@ -123,7 +123,7 @@ def generate(
         tell("stdin is not read: the prompt is the argument (leave it out, or give -, to read stdin)")
     decoder = chosen.load(quiet=quiet)
     text = joined().agreed(text)
-    for line in [*chosen.in_vain(), *decoder.pair.notes]:
+    for line in [*chosen.in_vain(), *decoder.notes]:
         tell(line)
     settings = decoder.settings
     events: Iterable[Event] = decoder.stream(text, settings)

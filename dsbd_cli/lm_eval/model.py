@@ -56,7 +56,7 @@ class DsbdLM(HFLM):  # type: ignore[misc, unused-ignore]
         self.decoder = chosen_from(mine).load(quiet=True)
         self.settings: Settings = self.decoder.settings
         self.decoder.target.require_tree()
-        for note in self.decoder.pair.notes:
+        for note in self.decoder.notes:
             LOG.warning(note)
         target = self.decoder.pair.target
         theirs.setdefault("max_length", target.max_positions)

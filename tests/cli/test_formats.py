@@ -80,6 +80,22 @@ def test_a_batch_asked_for_in_another_format_is_another_run(
     assert "was begun with another" in other.err
 
 
+@pytest.mark.skipif(not processor.int8_likely(), reason="no C compiler or vectors here")
+def test_8_bits_asked_for_where_there_are_no_blocks_are_told(
+    dsbd: Call, pair: list[str], tmp_path: Path
+) -> None:
+    (tmp_path / "in.txt").write_text("one\n")
+    tail = [*pair, "--seed", "3", "--max-new-tokens", "2", "--dtype"]
+    for command in (
+        ["generate", "one"],
+        ["generate", "--input", tmp_path / "in.txt", "--output", tmp_path / "o.jsonl"],
+    ):
+        ran = dsbd(*command, *tail, "int8")
+        assert ran.code == 0, ran.err
+        assert ran.err.count("target: no activation is rounded to 8 bits") == 1
+    assert "8 bits" not in dsbd("generate", "one", *tail, "float32").err
+
+
 def test_a_batch_begun_in_a_format_that_is_not_to_be_had_here_says_so(
     dsbd: Call, judge: list[str], pair: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
