@@ -226,7 +226,7 @@ def test_logits_that_are_not_finite_stop_the_run_and_leave_no_trace(tmp_path, va
     node = Node(7, root)
     tree.forward([node])
     tree.best(root, 2)
-    with pytest.raises(RunError, match=r"draft model .* step 1 in float32: try"):
+    with pytest.raises(RunError, match=r"draft model .* step 1 in float32: check"):
         tree.best(node, 2)
     tree.prefill([1, 2, 3], root := Node(-1, None), top_n=size)
     assert np.isfinite(tree.best(root, 2)[1]).all()
