@@ -285,7 +285,8 @@ class HfTreeModel:
     def _bytes_read(self) -> float:
         int8 = self._forward.int8
         table, head = self.model.get_input_embeddings(), self.model.get_output_embeddings()
-        looked_up = None if head is None or head.weight is table.weight else table.weight
+        stored = getattr(table, "weight", None)
+        looked_up = None if getattr(head, "weight", None) is stored else stored
         return sum(
             one.numel() * (1 if int8 else one.element_size())
             for one in self.model.parameters()
