@@ -7,11 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from dsbd_cli.bench import context
+from dsbd_cli.bench.figures import Figures
 from dsbd_cli.bench.files import Record, differences, key_of
 from dsbd_cli.bench.measure import Backend
 from dsbd_cli.bench.plan import Plan
 from dsbd_cli.bench.prepare import check_plan, fingerprint, make_judge, open_pair
-from dsbd_cli.bench.progress import BenchProgress, Figures, tell
+from dsbd_cli.bench.progress import BenchProgress, tell
 from dsbd_cli.bench.prompting import Prompter, prompter_of_spec
 from dsbd_cli.bench.resume import cut_items
 from dsbd_cli.bench.runner import Job, Runner
@@ -148,9 +149,8 @@ def _measure(
         tell(f"{len(mine) - len(todo)} of {len(mine)} answers are there already: going on")
     together = plan.options.batch != 1
     runner = (TogetherRunner if together else Runner)(backend, prompter, scorer, plan.seed, plan.stops)
-    figures = Figures(PRIMARY[plan.dataset.kind][0])
-    for record in results:
-        figures.add(record)
+    figures = Figures(PRIMARY[plan.dataset.kind][0], (arm.name for arm in plan.arms))
+    figures.add(results)
     written = 0
     label = f"{plan.dataset.label}, {len(plan.arms)} arms"
     watched = Window()
