@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from dsbd_cli.bench import context
-from dsbd_cli.bench.figures import Figures
 from dsbd_cli.bench.files import Record, differences, key_of
 from dsbd_cli.bench.measure import Backend
 from dsbd_cli.bench.plan import Plan
@@ -108,6 +107,8 @@ def _measure(
     results: list[Record],
 ) -> None:
     """Load, warm up, answer what is not answered yet, and merge."""
+    from dsbd_cli.bench.figures import Figures  # scipy takes a second to import
+
     _collect(world, store, results)
     backend = open_backend(plan, world)
     facts = {**facts, "models": backend.facts(), "devices": _device_names(backend)}
