@@ -45,6 +45,7 @@ def run_bench(plan: Plan, *, open_backend: Callable[[Plan, World], Backend] = op
         spec, _ = plan.chosen.resolve()
         if not any(arm.needs_draft for arm in plan.arms):
             spec = spec.replace(draft=None, draft_revision=None)
+        waiting.waiting("reading the prompts")
         prompter = prompter or prompter_of_spec(spec, plan.settings, plan.shots)
         for note in plan.notes if first else []:
             tell(note)
