@@ -34,6 +34,7 @@ def doctor(
         str | None,
         typer.Option(
             "--measure",
+            metavar="PRESET",
             help="Measure anew which number formats are quickest and what forwards cost with the pair of this preset, "
             "and keep it.",
         ),
