@@ -56,11 +56,15 @@ def _mount() -> None:
     app.command("generate", no_args_is_help=False)(generate.generate)
     app.command("chat")(chat.chat)
     app.add_typer(bench.app, name="bench")
-    app.add_typer(distill.app, name="distill")
+    app.add_typer(distill.app, name="distill", short_help="Make a draft for a target, from the target alone.")
     app.add_typer(presets.app, name="presets")
-    app.command("doctor")(doctor.doctor)
-    app.command("trace")(trace.trace)
-    app.command("tune", no_args_is_help=False)(tune.tune)
+    app.command("doctor", short_help="Say what this machine offers, and what was measured on it.")(
+        doctor.doctor
+    )
+    app.command("trace", short_help="Replay or draw a run that generate --trace recorded.")(trace.trace)
+    app.command(
+        "tune", no_args_is_help=False, short_help="Find the quickest settings here, for your prompts."
+    )(tune.tune)
 
 
 def say(line: str) -> None:
