@@ -42,8 +42,8 @@ PARAMETERS = [
     _option(
         Text,
         "--preset",
-        help="Preset name or YAML file (`dsbd presets` lists them); smol if absent and no --target is given. Its values "
-        "hold where no option does (`dsbd presets show NAME`).",
+        help="Preset name or YAML file (`dsbd presets` lists them); smol if absent and no --target is given. Its "
+        "values hold where no option does (`dsbd presets show NAME`).",
         panel=MODEL,
     ),
     _option(Text, "--target", help="Target: folder, hub id, .gguf file, or wheel:… reference.", panel=MODEL),
