@@ -53,7 +53,8 @@ def run(
         str,
         typer.Option(
             "--dataset",
-            help="spider, squad, mt-bench, or a JSONL file with `prompt` and optional `references`.",
+            help="spider, squad, mt-bench, or a file of prompts: .txt (one a line) or .jsonl (`prompt` "
+            "and optional `references`).",
             rich_help_panel=DATA,
         ),
     ],
