@@ -117,7 +117,8 @@ class Monitor:
         tokens = self.tokens
         drawn = [float(width) for width in self._tally.widths]
         distinct = [float(width) for width in self._tally.distinct]
-        slots, size = kv_in_use(decoder)
+        # What the caches held before the prompt was another run's.
+        slots, size = kv_in_use(decoder) if self._since is not None else (None, 0)
         return Snapshot(
             models=model_names(decoder),
             method=describe(vars(settings)),

@@ -101,6 +101,7 @@ def test_models_and_method_are_there_while_the_prompt_is_read(monkeypatch: pytes
         shot = Snapshot.from_json(line)
         assert shot.models == "Big-135M + small-12M"
         assert (shot.tokens, shot.budget, shot.prompt_tokens) == (0, 256, 0)
+        assert (shot.kv_slots, shot.kv_bytes) == (None, 0)
         yield from stream(decoder)
 
     panels.show(events(), decoder, "why?")  # type: ignore[arg-type]
