@@ -12,6 +12,7 @@ import typer
 from typer.testing import CliRunner
 
 from dsbd_cli.cli import doctor
+from dsbd_cli.ui import look
 
 app = typer.Typer()
 app.command()(doctor.doctor)
@@ -127,3 +128,36 @@ def test_what_auto_means_on_a_cpu_is_what_loading_takes(monkeypatch, coarse, sai
 
     monkeypatch.setattr("dsbd_cli.loading.hardware.pick_dtype", pick)
     assert said in CliRunner().invoke(app, []).stdout
+
+
+def test_the_processor_counts_joules_or_says_why_not(monkeypatch, tmp_path):
+    from dsbd_cli import energy_probes
+
+    monkeypatch.setattr(energy_probes, "POWERCAP", tmp_path)
+    assert "cpu: no readable RAPL counter" in CliRunner().invoke(app, []).stdout
+    counter = tmp_path / "intel-rapl:0"
+    counter.mkdir()
+    (counter / "name").write_text("package-0\n")
+    (counter / "energy_uj").write_text("1234\n")
+    assert "cpu: RAPL package counters" in CliRunner().invoke(app, []).stdout
+
+
+def test_what_was_never_measured_says_so(monkeypatch, tmp_path):
+    monkeypatch.setenv("DSBD_CACHE", str(tmp_path / "none"))
+    said = CliRunner().invoke(app, []).stdout.splitlines()
+    for name in ("formats", "prices", "host"):
+        (line,) = (one for one in said if one.startswith(name))
+        assert "measured" in line or "timed" in line
+
+
+def test_long_lines_hang_below_their_first_word(monkeypatch):
+    monkeypatch.setattr(
+        doctor, "examine", lambda: {"prices": ["some words " * 8 + "/a/long/path"], "host": []}
+    )
+    monkeypatch.setattr(look, "columns_of", lambda stream: 40)
+    lines = CliRunner().invoke(app, []).stdout.splitlines()
+    assert all(len(line) <= 40 for line in lines)
+    assert lines[0].startswith("prices     some")
+    assert lines[1].startswith(" " * 11 + "words")
+    monkeypatch.setattr(look, "columns_of", lambda stream: None)  # a pipe gets one line each
+    assert len(CliRunner().invoke(app, []).stdout.splitlines()) == 2

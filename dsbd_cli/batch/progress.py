@@ -26,7 +26,7 @@ class BatchProgress:
     """
 
     def __init__(self, total: int, done: int, tell: Callable[[str], None], *, bar: bool) -> None:
-        self._total, self._done, self._tell = total, done, tell
+        self._total, self._done, self._before, self._tell = total, done, done, tell
         self._began = self._told = time.monotonic()
         self._tokens = self._examined = self._accepted = 0
         self._widths: list[float] = []
@@ -58,7 +58,8 @@ class BatchProgress:
         if self._bar is not None:
             speed = self._speed()
             about = fitting(self._about(load), _room(self._bar.console.width, self._total, speed))
-            self._bar.update(self._bar.task_ids[0], completed=self._done, speed=speed, load=about)
+            left = self._left(load)
+            self._bar.update(self._bar.task_ids[0], completed=self._done, speed=speed, left=left, load=about)
         elif time.monotonic() - self._told > _EVERY_S:
             self._told = time.monotonic()
             self._tell(self._line())
@@ -67,6 +68,17 @@ class BatchProgress:
         """Tokens of all prompts by the clock on the wall."""
         rate = ratio(self._tokens, time.monotonic() - self._began)
         return "" if rate is None else f"{rate:.1f} tok/s"
+
+    def _left(self, load: Load | None) -> str:
+        """The time left, as h:mm:ss.
+
+        Prompts that are under way count as done by half: the first of many that are decoded at a time end late and
+        together, and by their number alone the next ones would seem to take no time, or all of it.
+        """
+        new = self._done - self._before + (load.running / 2 if load is not None else 0)
+        spent = time.monotonic() - self._began
+        seconds = round(spent / new * max(0.0, self._total - self._before - new))
+        return f"{seconds // 3600}:{seconds // 60 % 60:02}:{seconds % 60:02}"
 
     def _about(self, load: Load | None) -> list[str]:
         """How it goes, the most telling first."""
@@ -114,12 +126,12 @@ def _room(columns: int, total: int, speed: str) -> int:
 
 def _bar(total: int, done: int) -> Any:
     from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
     console = Console(stderr=True)
     columns = (TextColumn(_LABEL), BarColumn(_bar_width(console.width)), MofNCompleteColumn(),
-               TextColumn("{task.fields[speed]}"), TimeRemainingColumn(),
+               TextColumn("{task.fields[speed]}"), TextColumn("{task.fields[left]}", style="cyan"),
                TextColumn("{task.fields[load]}", style="dim"))  # fmt: skip
     bar = Progress(*columns, console=console, transient=True, refresh_per_second=4)
-    bar.add_task(_LABEL, total=total, completed=done, speed="", load="")
+    bar.add_task(_LABEL, total=total, completed=done, speed="", left="-:--:--", load="")
     return bar

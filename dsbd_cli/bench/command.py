@@ -11,7 +11,7 @@ from dsbd_cli.bench.files import Record, differences, key_of
 from dsbd_cli.bench.measure import Backend
 from dsbd_cli.bench.plan import Plan
 from dsbd_cli.bench.prepare import check_plan, fingerprint, make_judge, open_pair
-from dsbd_cli.bench.progress import BenchProgress, Figures, tell
+from dsbd_cli.bench.progress import BenchProgress, tell
 from dsbd_cli.bench.prompting import Prompter, prompter_of_spec
 from dsbd_cli.bench.resume import cut_items
 from dsbd_cli.bench.runner import Job, Runner
@@ -45,6 +45,7 @@ def run_bench(plan: Plan, *, open_backend: Callable[[Plan, World], Backend] = op
         spec, _ = plan.chosen.resolve()
         if not any(arm.needs_draft for arm in plan.arms):
             spec = spec.replace(draft=None, draft_revision=None)
+        waiting.waiting("reading the prompts")
         prompter = prompter or prompter_of_spec(spec, plan.settings, plan.shots)
         for note in plan.notes if first else []:
             tell(note)
@@ -107,6 +108,8 @@ def _measure(
     results: list[Record],
 ) -> None:
     """Load, warm up, answer what is not answered yet, and merge."""
+    from dsbd_cli.bench.figures import Figures  # scipy takes a second to import
+
     _collect(world, store, results)
     backend = open_backend(plan, world)
     facts = {**facts, "models": backend.facts(), "devices": _device_names(backend)}
@@ -148,9 +151,8 @@ def _measure(
         tell(f"{len(mine) - len(todo)} of {len(mine)} answers are there already: going on")
     together = plan.options.batch != 1
     runner = (TogetherRunner if together else Runner)(backend, prompter, scorer, plan.seed, plan.stops)
-    figures = Figures(PRIMARY[plan.dataset.kind][0])
-    for record in results:
-        figures.add(record)
+    figures = Figures(PRIMARY[plan.dataset.kind][0], (arm.name for arm in plan.arms))
+    figures.add(results)
     written = 0
     label = f"{plan.dataset.label}, {len(plan.arms)} arms"
     watched = Window()

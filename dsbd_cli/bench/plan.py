@@ -43,7 +43,7 @@ class Options:
     """What `dsbd bench` was asked for, beside models and settings.
 
     Attributes:
-        dataset: name or JSONL file. data_dir: official files, or None for the built-in sample.
+        dataset: name or file of prompts. data_dir: official files, or None for the built-in sample.
         methods, sweeps: as written. limit: items, 0 = all, None = the default.
         shots: worked examples before each question, 0 = the data set's own single one, None = the default.
         hf_limit: items for Hugging Face's methods, None = `limit`.

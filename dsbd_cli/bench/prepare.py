@@ -15,6 +15,7 @@ from dsbd_cli.bench.score import Scorer
 from dsbd_cli.bench.scoring.mt_bench import Judge
 from dsbd_cli.bench.world import World
 from dsbd_cli.errors import UserError
+from dsbd_cli.ui import waiting
 from dsbd_cli.version import __version__
 
 
@@ -28,6 +29,7 @@ def open_pair(plan: Plan, world: World) -> Backend:
     if world.device and world.tensor_parallel == 1:
         spec = spec.replace(target_device=world.device, draft_device=world.device)
     need_draft = any(arm.needs_draft for arm in plan.arms)
+    waiting.waiting(plan.chosen.what(spec, need_draft))
     with TerminalProgress() as progress:
 
         def show(stage: str, done: int = 0, total: int = 0) -> None:
@@ -36,6 +38,7 @@ def open_pair(plan: Plan, world: World) -> Backend:
 
         pair = load_pair(spec, need_draft=need_draft, progress=show if world.rank == 0 else None)
     decoder = Decoder(pair, plan.settings)
+    waiting.waiting("checking that forwards agree with the models' own")
     for arm in plan.arms:
         if not arm.hf:
             decoder.ready(arm.settings)

@@ -5,10 +5,9 @@ from __future__ import annotations
 import contextlib
 import sys
 import time
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterable, Mapping
+from typing import Any, Protocol
 
-from dsbd_cli.tally import ratio
 from dsbd_cli.ui import waiting
 from dsbd_cli.ui.look import folded, moves_cursor, unicode_terminal
 
@@ -54,42 +53,14 @@ def tell(line: str) -> None:
         screen.flush()
 
 
-class Figures:
-    """Running sums per arm."""
+class Figures(Protocol):
+    """Running figures (`bench.figures.Figures`)."""
 
-    def __init__(self, primary: str) -> None:
-        self.primary = primary
-        self.arms: dict[str, dict[str, float]] = {}
+    def add(self, records: Iterable[Mapping[str, Any]]) -> None: ...
 
-    def add(self, record: Mapping[str, Any]) -> None:
-        """Count one result."""
-        sums = self.arms.setdefault(
-            record["arm"], dict.fromkeys(("items", "scored", "score", "tokens", "seconds", "joules"), 0.0)
-        )
-        sums["items"] += 1
-        sums["tokens"] += record.get("new_tokens") or 0
-        # Of answers that share a clock each counts its share of it.
-        window = record.get("window")
-        part, clock = (1 / window["answers"], window) if window else (1.0, record)
-        sums["seconds"] += part * (clock.get("wall_s" if window else "decode_s") or 0.0)
-        sums["joules"] += part * (clock.get("energy_j") or 0.0)
-        value = (record.get("score") or {}).get(self.primary)
-        if value is not None:
-            sums["scored"] += 1
-            sums["score"] += float(value)
+    def arms(self) -> list[str]: ...
 
-    def line(self, arm: str) -> tuple[str, str, str, str]:
-        """(items, score, tok/s, J/token) as text; n/a where unknown."""
-        sums = self.arms[arm]
-        score = ratio(sums["score"], sums["scored"])
-        speed = ratio(sums["tokens"], sums["seconds"])
-        joules = ratio(sums["joules"], sums["tokens"]) if sums["joules"] else None
-        return (
-            f"{sums['items']:.0f}",
-            "n/a" if score is None else f"{score:.3f}",
-            "n/a" if speed is None else f"{speed:.1f}",
-            "n/a" if joules is None else f"{joules:.3g}",
-        )
+    def line(self, arm: str) -> tuple[str, str, str, str]: ...
 
 
 class BenchProgress:
@@ -137,7 +108,7 @@ class BenchProgress:
     def step(self, record: Mapping[str, Any]) -> None:
         """One more answer is there."""
         self._done += 1
-        self._figures.add(record)
+        self._figures.add([record])
         self._note()
 
     def _note(self) -> None:
@@ -154,7 +125,7 @@ class BenchProgress:
         return f"{_span(spent)}{left}"
 
     def _speeds(self) -> str:
-        arms = list(self._figures.arms)[:6]
+        arms = self._figures.arms()[:6]
         return "".join(f"; {arm} {self._figures.line(arm)[2]} tok/s" for arm in arms)
 
     def _picture(self) -> Any:
@@ -178,7 +149,7 @@ class BenchProgress:
         table.add_column("arm", no_wrap=True, overflow="ellipsis")
         for name in ("items", "score", "tok/s", "J/token"):
             table.add_column(name, justify="right", no_wrap=True, min_width=5)
-        arms = list(self._figures.arms)
+        arms = self._figures.arms()
         for arm in arms[:_ROWS]:
             table.add_row(Text(arm), *self._figures.line(arm))
         more = [Text(f"and {len(arms) - _ROWS} more arms")] if len(arms) > _ROWS else []

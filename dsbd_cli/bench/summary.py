@@ -102,12 +102,9 @@ def summarize_arm(records: Sequence[Record], kind: str, energy: Mapping[str, Any
     """All numbers of one arm for itself."""
     field = PRIMARY[kind][0]
     timed = clocks(records)
-    decoding = [r for r in timed if r["new_tokens"] and r["decode_s"]]
     whole = [r for r in timed if r["new_tokens"] and r["wall_s"]]
-    metered = [r for r in timed if r["new_tokens"] and r["energy_j"] is not None]
-    spent = sum(r["energy_j"] for r in metered)
+    metered = _metered(timed)
     known = [r for r in records if r["new_tokens"] and r["logprob"] is not None]
-    metered = metered if spent > 0 else []
     logprob = over_items(known, "logprob", "new_tokens")
     outcomes = Counter((r["score"] or {}).get("outcome") or "unscored" for r in records)
     return {
@@ -120,11 +117,11 @@ def summarize_arm(records: Sequence[Record], kind: str, energy: Mapping[str, Any
         "problems": sum(1 for r in records if r.get("problem")),
         "logprob_per_token": logprob.to_dict(),
         "perplexity": _mapped(logprob, lambda value: math.exp(-value)),
-        "tokens_per_s": over_items(decoding, "new_tokens", "decode_s").to_dict(),
+        "tokens_per_s": tokens_per_s(timed).to_dict(),
         "tokens_per_s_whole": over_items(whole, "new_tokens", "wall_s").to_dict(),
         "prefill_s": over_items([r for r in records if r["prefill_s"] is not None], "prefill_s").to_dict(),
         "new_tokens": over_items([r for r in records if r["new_tokens"] is not None], "new_tokens").to_dict(),
-        "joules_per_token": energy_over_items(metered, "new_tokens").to_dict(),
+        "joules_per_token": joules_per_token(timed).to_dict(),
         "watts": energy_over_items([r for r in metered if r["wall_s"]], "wall_s").to_dict(),
         "energy_reason": None if metered else energy_reason(records, energy),
         "peak_bytes": max((r["peak_bytes"] for r in timed if r["peak_bytes"] is not None), default=None),
@@ -132,6 +129,22 @@ def summarize_arm(records: Sequence[Record], kind: str, energy: Mapping[str, Any
         "finish_reasons": dict(Counter(turn["finish_reason"] for r in records for turn in r["turns"])),
         **engine_counts(records),
     }
+
+
+def tokens_per_s(timed: Sequence[Record]) -> Estimate:
+    """Tokens over seconds of decoding, of what has a clock of its own (`windows.clocks`)."""
+    return over_items([r for r in timed if r["new_tokens"] and r["decode_s"]], "new_tokens", "decode_s")
+
+
+def joules_per_token(timed: Sequence[Record]) -> Estimate:
+    """Joules over tokens, of what has a clock of its own."""
+    return energy_over_items(_metered(timed), "new_tokens")
+
+
+def _metered(timed: Sequence[Record]) -> list[Record]:
+    """What has a reading; none where the counter never moved."""
+    found = [r for r in timed if r["new_tokens"] and r["energy_j"] is not None]
+    return found if sum(r["energy_j"] for r in found) > 0 else []
 
 
 def sums_of(records: Iterable[Record], name: str) -> dict[str, float]:
@@ -166,13 +179,18 @@ def score_estimate(records: Sequence[Record], field: str, bounded: bool = True) 
     Args:
         bounded: the score lies in 0..1.
     """
+    values = item_scores(records, field)
+    return stats.share(values) if bounded else stats.mean(values)
+
+
+def item_scores(records: Sequence[Record], field: str) -> list[float]:
+    """Each item's mean over repeats, of the items that have one."""
     found: dict[str, list[float]] = defaultdict(list)
     for record in records:
         value = (record["score"] or {}).get(field)
         if value is not None:
             found[record["item"]].append(float(value))
-    values = [sum(of_item) / len(of_item) for of_item in found.values()]
-    return stats.share(values) if bounded else stats.mean(values)
+    return [sum(of_item) / len(of_item) for of_item in found.values()]
 
 
 def turn_scores(records: Sequence[Record]) -> list[dict[str, Any]]:
@@ -201,11 +219,10 @@ def groups(
         timed = [r for r in mine if not r.get("window")]
         both = pairs.common(timed, base)
         speed = pairs.compare(both, pairs.within_sessions(both, sessions), field, yes_no)["speed"]
-        decoding = [r for r in timed if r["new_tokens"] and r["decode_s"]]
         found[str(name or "unknown")] = {
             "items": len({r["item"] for r in mine}),
             "score": score_estimate(mine, field, bounded=field != "rating").to_dict(),
-            "tokens_per_s": over_items(decoding, "new_tokens", "decode_s").to_dict(),
+            "tokens_per_s": tokens_per_s(timed).to_dict(),
             "speed": {name: speed[name] for name in ("value", "low", "high", "items")} if base else None,
         }
     return found

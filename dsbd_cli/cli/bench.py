@@ -45,7 +45,7 @@ app = typer.Typer(
 )
 
 
-@app.command("run")
+@app.command("run", short_help="Run or resume a benchmark (its options: bench run --help).")
 @decoding_options
 def run(
     chosen: Chosen,
@@ -53,7 +53,8 @@ def run(
         str,
         typer.Option(
             "--dataset",
-            help="spider, squad, mt-bench, or a JSONL file with `prompt` and optional `references`.",
+            help="spider, squad, mt-bench, or a file of prompts: .txt (one a line) or .jsonl (`prompt` "
+            "and optional `references`).",
             rich_help_panel=DATA,
         ),
     ],
@@ -206,7 +207,7 @@ def run(
         show(folder)
 
 
-@app.command("report")
+@app.command("report", short_help="Rebuild the summary and the report of one or more runs.")
 def report(
     folders: Annotated[list[Path], typer.Argument(metavar="DIR...", help="Folders of finished or cut runs.")],
     out: Annotated[
@@ -222,7 +223,7 @@ def report(
     show(write_report(folders, out))
 
 
-@app.command("compare")
+@app.command("compare", short_help="Compare two runs of the same items, with paired tests.")
 def compare(
     one: Annotated[Path, typer.Argument(metavar="A", help="Folder of a run.")],
     two: Annotated[Path, typer.Argument(metavar="B", help="Folder of the run it is compared with.")],
@@ -249,7 +250,7 @@ def compare(
     Out().write(comparison.text(columns_of(sys.stdout)))
 
 
-@app.command("judge")
+@app.command("judge", short_help="Rate the answers of an MT-Bench run later, or elsewhere.")
 def judge(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="Folder of an MT-Bench run.")],
     judge_url: Annotated[str, typer.Option("--judge-url", help="OpenAI-compatible endpoint.")],

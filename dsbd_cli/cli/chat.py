@@ -21,7 +21,8 @@ from dsbd_cli.idle import in_vain
 from dsbd_cli.setting_text import parse_setting
 from dsbd_cli.settings import DRAFTING, FIELDS, METHODS, near
 from dsbd_cli.tally import ratio
-from dsbd_cli.ui.look import is_terminal, unicode_terminal
+from dsbd_cli.ui import waiting
+from dsbd_cli.ui.look import hanging, is_terminal, unicode_terminal
 from dsbd_cli.ui.safe import visible
 from dsbd_cli.ui.summary import number, room, summary
 
@@ -36,6 +37,7 @@ HELP = """\
 /settings [NAME=VALUE]  show the settings, or change some
 /reset                  forget the conversation
 /quit                   leave (or Ctrl-D); Ctrl-C stops an answer"""
+_SAID = 24  # where in a line of it the words begin
 
 
 @decoding_options
@@ -174,7 +176,9 @@ class Session:
 
     def _help(self, words: list[str]) -> None:
         for line in HELP.splitlines():
-            note(line)
+            command, said = line[:_SAID], line[_SAID:]
+            with waiting.above():
+                print(hanging(command, said, sys.stderr), file=sys.stderr, flush=True)
 
     def _method(self, words: list[str]) -> None:
         if len(words) != 1:
@@ -190,7 +194,7 @@ class Session:
             if name not in FIELDS:
                 raise UserError(f"/settings NAME=VALUE: no setting {name!r}{near(name, FIELDS)}")
             if not equals:
-                now = self.settings.to_dict()[name]
+                now = _shown(self.settings.to_dict()[name])
                 raise UserError(
                     f"/settings {name} needs a value: /settings {name}=VALUE (it is {now}; /settings alone shows all)"
                 )
@@ -199,7 +203,7 @@ class Session:
             self._change(given)
         values = self.settings.to_dict()
         for name in given or values:
-            note(f"{name} = {values[name]}")
+            note(f"{name} = {_shown(values[name])}")
 
     def _change(self, given: dict[str, Any]) -> None:
         settings = self.settings.merged(given)
@@ -231,11 +235,22 @@ class Session:
 
 def _parse(name: str, value: str) -> Any:
     """A setting typed as text, in the setting's type."""
+    if name in ("stop", "system") and value.lower() == "none":
+        return () if name == "stop" else None
     if name == "stop":
         return (value,)
     if name in ("deterministic", "raw") and value.lower() in ("true", "false"):
         return value.lower() == "true"
     return parse_setting(name, value)
+
+
+def _shown(value: Any) -> str:
+    """A setting as it can be typed."""
+    if value is None or value in ([], ()):
+        return "none"
+    if isinstance(value, bool):
+        return str(value).lower()
+    return ",".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
 
 
 def side_by_side(results: list[Result]) -> None:

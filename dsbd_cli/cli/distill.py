@@ -158,7 +158,7 @@ def _refuse_unread(context: typer.Context, name: str, unread: bool, why: str) ->
         raise UserError(f"--{name.replace('_', '-')} has no effect {why}: leave it out")
 
 
-@app.command()
+@app.command(short_help="Measure a draft on its target's own answers.")
 def evaluate(
     context: typer.Context,
     target: Annotated[str, typer.Option(help="Target: folder, hub id, GGUF file or wheel.")],

@@ -14,13 +14,21 @@ from typing import Annotated, Any
 import typer
 
 from dsbd_cli.cli.output import Out
-from dsbd_cli.energy_probes import is_sliced
+from dsbd_cli.energy_probes import Unknown, is_sliced, probes_of
 from dsbd_cli.errors import DsbdError, UserError
+from dsbd_cli.ui.look import hanging
 from dsbd_cli.ui.safe import escaped
 from dsbd_cli.version import __version__
 
 _PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "gguf", "accelerate", "nvidia-ml-py",
              "bitsandbytes", "matplotlib")  # fmt: skip
+
+# What an empty list means.
+_NOTHING = {
+    "formats": "none timed yet (the first run of a model on this CPU does)",
+    "prices": "none measured yet (the first run of a pair does)",
+    "host": "not measured (the host's share of a batch beside a GPU)",
+}
 
 
 def doctor(
@@ -29,6 +37,7 @@ def doctor(
         str | None,
         typer.Option(
             "--measure",
+            metavar="PRESET",
             help="Measure anew which number formats are quickest and what forwards cost with the pair of this preset, "
             "and keep it.",
         ),
@@ -45,10 +54,10 @@ def doctor(
         if isinstance(value, dict):
             value = [f"{key}: {inner}" for key, inner in value.items()]
         lines = value if isinstance(value, list) else [value]
-        for place, line in enumerate(lines or ["none"]):
+        for place, line in enumerate(lines or [_NOTHING[name]]):
             # Names come out of files that anyone may have written.
             shown = escaped(line).replace("\n", "\\n")
-            Out().write(f"{name if place == 0 else '':<10} {shown}\n")
+            Out().write(hanging(f"{name if place == 0 else '':<10} ", shown, sys.stdout) + "\n")
 
 
 def examine() -> dict[str, Any]:
@@ -121,16 +130,24 @@ def _dtype(dtype: Any) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _energy() -> list[str] | str:
-    """NVML's cards and whether they count energy; a card that does not is said, not guessed."""
+def _energy() -> list[str]:
+    """The processor's counter, NVML's cards and whether they count: a device that does not is said, not guessed."""
+    probe = probes_of("cpu", 0)[0]
+    cpu = (
+        f"{probe.reason}: joules are n/a on the CPU" if isinstance(probe, Unknown) else f"cpu: {probe.source}"
+    )
+    return [cpu, *_cards()]
+
+
+def _cards() -> list[str]:
     try:
         import pynvml
     except ImportError:
-        return "no NVML (nvidia-ml-py is not installed): joules are n/a on GPUs"
+        return ["no NVML (nvidia-ml-py is not installed): joules are n/a on GPUs"]
     try:
         pynvml.nvmlInit()
     except Exception as error:  # no driver, no library, no permission
-        return f"no NVML ({' '.join(str(error).split()) or type(error).__name__}): joules are n/a on GPUs"
+        return [f"no NVML ({' '.join(str(error).split()) or type(error).__name__}): joules are n/a on GPUs"]
     lines = []
     try:
         for index in range(pynvml.nvmlDeviceGetCount()):

@@ -92,6 +92,8 @@ def generate(
     if lines or input is not None or output is not None:
         from dsbd_cli.cli.batch import many
 
+        if lines and prompt is not None and Path(prompt).is_file():
+            raise UserError(f"--lines reads its prompts from stdin: dsbd generate --lines < {prompt}")
         refuse = {"a PROMPT": prompt is not None, "--trace": trace is not None, "--show-tokens": show_tokens}
         at_once = AUTO if batch is None else batch
         many(
@@ -142,6 +144,9 @@ def generate(
             write_answer(result, json=json, streamed=stream)
         if stats:
             print_stats(result)
+        if len(result.beams) < settings.num_return:
+            few = "beam is" if len(result.beams) == 1 else "beams are"
+            tell(f"--num-return {settings.num_return}: only {len(result.beams)} {few} distinct")
         if settings.seed is None and not json and not draws_nothing(settings):
             tell(f"seed {result.seed}")
 
@@ -213,7 +218,10 @@ def print_stats(result: Result) -> None:
 
     stats = asdict(result.stats)
     lines = [f"{'method':24} {describe(vars(result.settings))}"]
-    for name, value in [*stats.items(), *stats["paths"].items()]:
+    notes = {"notes": "; ".join(stats.pop("notes")) or "none"}
+    depths = [f"{accepted}/{examined}" for examined, accepted in stats.pop("accepted_by_depth")]
+    deep = {"accepted_by_depth": " ".join(depths) or None}
+    for name, value in [*stats.items(), *deep.items(), *stats["paths"].items(), *notes.items()]:
         if name in ("widths", "distinct_widths", "paths"):
             continue
         shown = "n/a" if value is None else f"{value:.4g}" if isinstance(value, float) else value

@@ -56,11 +56,15 @@ def _mount() -> None:
     app.command("generate", no_args_is_help=False)(generate.generate)
     app.command("chat")(chat.chat)
     app.add_typer(bench.app, name="bench")
-    app.add_typer(distill.app, name="distill")
+    app.add_typer(distill.app, name="distill", short_help="Make a draft for a target, from the target alone.")
     app.add_typer(presets.app, name="presets")
-    app.command("doctor")(doctor.doctor)
-    app.command("trace")(trace.trace)
-    app.command("tune", no_args_is_help=False)(tune.tune)
+    app.command("doctor", short_help="Say what this machine offers, and what was measured on it.")(
+        doctor.doctor
+    )
+    app.command("trace", short_help="Replay or draw a run that generate --trace recorded.")(trace.trace)
+    app.command(
+        "tune", no_args_is_help=False, short_help="Find the quickest settings here, for your prompts."
+    )(tune.tune)
 
 
 def say(line: str) -> None:
@@ -140,8 +144,14 @@ def _reader_gone() -> int:
 
 def usage_line(error: Exception) -> str:
     """A usage error as one line, with the option it is about."""
-    line = _missing(error) or " ".join(error.format_message().split())  # type: ignore[attr-defined]
+    line = _missing(error) or _malformed(error) or " ".join(error.format_message().split())  # type: ignore[attr-defined]
     context = getattr(error, "ctx", None)
+    if (
+        line.startswith("Got unexpected extra argument")
+        and context is not None
+        and context.info_name == "generate"
+    ):
+        line = f"a PROMPT of several words stands in quotes: {line[0].lower()}{line[1:]}"
     return f"{line} (see {context.command_path} --help)" if context is not None else line
 
 
@@ -154,6 +164,17 @@ def _missing(error: Exception) -> str | None:
     option = param.param_type_name == "option"
     name = param.opts[0] if option else param.metavar or param.name.upper()
     return f"{name} is missing: {said.split('. ')[0].removesuffix('.')}"
+
+
+def _malformed(error: Exception) -> str | None:
+    """What a value that is none of its option's type was, where the parser of values says what it wanted."""
+    param = getattr(error, "param", None)
+    told = getattr(error.__cause__ or error.__context__, "errors", None)
+    if param is None or not callable(told) or not (found := told()):
+        return None
+    wanted = str(found[0]["msg"]).partition(", ")[0].removeprefix("Input should be ")
+    name = param.opts[0] if param.param_type_name == "option" else param.metavar or param.name.upper()
+    return f"{name} must be {wanted}, not {found[0]['input']!r}"
 
 
 def refuse_known(arguments: Sequence[str]) -> None:

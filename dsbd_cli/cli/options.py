@@ -39,7 +39,13 @@ def _option(kind: Any, *names: str, help: str, panel: str, **more: Any) -> inspe
 
 Text, Int, Float, Flag = str | None, int | None, float | None, bool | None
 PARAMETERS = [
-    _option(Text, "--preset", help="Preset name or YAML file (`dsbd presets` lists them).", panel=MODEL),
+    _option(
+        Text,
+        "--preset",
+        help="Preset name or YAML file (`dsbd presets` lists them); smol if absent and no --target is given. Its "
+        "values hold where no option does (`dsbd presets show NAME`).",
+        panel=MODEL,
+    ),
     _option(Text, "--target", help="Target: folder, hub id, .gguf file, or wheel:… reference.", panel=MODEL),
     _option(Text, "--draft", help="Draft: as --target, or embedded:NAME.", panel=MODEL),
     _option(Text, "--revision", help="Hub revision of the target.", panel=MODEL),

@@ -33,7 +33,7 @@ def presets(context: typer.Context) -> None:
         Out().write("\t".join(cells) + "\n")
 
 
-@app.command()
+@app.command(short_help="Print all settings of a preset as YAML.")
 def show(name: Annotated[str, typer.Argument(help="A preset's name, or a YAML file.")]) -> None:
     """Print the settings really used, defaults included, as YAML that is itself a preset."""
     Out().write(to_yaml(load_preset(name)))

@@ -186,23 +186,24 @@ def _progress() -> Iterator[tuple[Any, Any]]:
     if panel_stream() is not sys.stderr:
 
         def step(done: int, total: int) -> None:
-            if done % _EVERY == 0 or done == total:
+            if done and (done % _EVERY == 0 or done == total):
                 note(f"{done} of {total} answers")
 
         yield note, step
         return
     from rich.console import Console
-    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
     console = Console(stderr=True)
-    columns = TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed}/{task.total}")
-    with Progress(*columns, TimeRemainingColumn(), console=console, transient=True) as bar:
-        task = bar.add_task("starting", total=None)
+    # What is measured first has no count: the clock beside it says that it goes on.
+    columns = TextColumn("{task.description}"), BarColumn(20), TextColumn("{task.fields[count]}")
+    with Progress(*columns, TimeElapsedColumn(), console=console, transient=True) as bar:
+        task = bar.add_task("starting", total=None, count="")
 
         def tell(line: str) -> None:
-            bar.update(task, description=line)
+            bar.update(task, description=line, refresh=True)
 
         def advance(done: int, total: int) -> None:
-            bar.update(task, completed=done, total=total)
+            bar.update(task, completed=done, total=total, count=f"{done}/{total}", refresh=True)
 
         yield tell, advance

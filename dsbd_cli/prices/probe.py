@@ -32,9 +32,7 @@ def measured_now(others: float | None, *, uneven: bool = False) -> str:
     said = took(others)
     if said is None and not uneven:
         return when
-    return (
-        f"{when} on a busy machine ({'' if said is None else said + '; '}dsbd doctor --measure does it anew)"
-    )
+    return f"{when} on a busy machine ({'' if said is None else said + '; '}dsbd doctor --measure PRESET does it anew)"
 
 
 class Probe:

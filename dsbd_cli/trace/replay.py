@@ -38,7 +38,12 @@ def trees(trace: Trace, unicode: bool = True) -> Iterator[Tree]:
 def _tree(iteration: Mapping[str, Any], unicode: bool) -> Tree:
     layers = iteration["layers"]
     widths = ", ".join(f"{layer['width']} ({layer['distinct']} distinct)" for layer in layers)
-    tree = Tree(Text(f"iteration {iteration['n']}: {len(layers)} layers, width {widths}", style="bold"))
+    tree = Tree(
+        Text(
+            f"iteration {iteration['n']}: {len(layers)} layer{'' if len(layers) == 1 else 's'}, width {widths}",
+            style="bold",
+        )
+    )
     at: dict[int, Tree] = {}
     scores = [beam["score"] for beam in iteration["beams"]]
     for beam in iteration["beams"]:

@@ -212,6 +212,7 @@ def tune(
     tell(f"{len(found)} settings compared by prediction, {len(trials)} of them now for real")
     total = (rounds * bench.prompts + 1) * len(trials)
     done = 0
+    step(done, total)
     for one in trials:  # buffers grow, products are planned
         bench.answer(one.settings, 0)
         done += 1

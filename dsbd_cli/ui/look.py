@@ -51,6 +51,15 @@ def folded(line: str, stream: Any) -> str:
     return textwrap.fill(line, columns, break_long_words=False, break_on_hyphens=False)
 
 
+def hanging(head: str, text: str, stream: Any) -> str:
+    """`head` and `text`, whose further lines begin below its first word where `stream` is a terminal too narrow."""
+    columns = columns_of(stream)
+    if columns is None or len(head) + len(text) <= columns:
+        return head + text
+    return textwrap.fill(text, columns, initial_indent=head, subsequent_indent=" " * len(head),
+                         break_long_words=False, break_on_hyphens=False)  # fmt: skip
+
+
 def _large_enough(stream: TextIO) -> bool:
     try:
         columns, rows = os.get_terminal_size(stream.fileno())

@@ -25,6 +25,7 @@ _CONTEXT = 16  # tokens decoded before a beam's own ones, so that spaces and acc
 _LONGEST = 400  # tokens of a beam's own text that are looked at
 _STRIDE = 64  # tokens after which the point that text is decoded from moves on
 _BEAMS = 8
+_HALF = "\ufffd"  # what a character is shown as that is not whole yet
 
 
 class Monitor:
@@ -83,7 +84,7 @@ class Monitor:
         if anchor is None or best.depth < anchor.depth or common_ancestor([anchor, best]) is not anchor:
             anchor, chars = None, 0
         text = self._after(anchor, best)
-        return text[max(0, len(self.confirmed) - chars) :].rstrip("\ufffd")
+        return text[max(0, len(self.confirmed) - chars) :].rstrip(_HALF)
 
     def _move_anchor(self) -> None:
         """Keep the anchor, up to which the text's length is known, close behind the live beams."""
@@ -98,7 +99,7 @@ class Monitor:
             return
         text = self._after(anchor, base)
         # Never past the confirmed text: what follows the anchor is all that `contested` looks at.
-        if not text.endswith("\ufffd") and chars + len(text) <= len(self.confirmed):
+        if not text.endswith(_HALF) and chars + len(text) <= len(self.confirmed):
             self._anchor = base, chars + len(text)
 
     def _after(self, anchor: Node | None, node: Node) -> str:
@@ -116,7 +117,8 @@ class Monitor:
         tokens = self.tokens
         drawn = [float(width) for width in self._tally.widths]
         distinct = [float(width) for width in self._tally.distinct]
-        slots, size = kv_in_use(decoder)
+        # What the caches held before the prompt was another run's.
+        slots, size = kv_in_use(decoder) if self._since is not None else (None, 0)
         return Snapshot(
             models=model_names(decoder),
             method=describe(vars(settings)),
@@ -171,13 +173,15 @@ class Monitor:
         total = sum(weights)
         base = common_ancestor(self.active)
         decode = self._decoder.detokenize
-        before = decode(base.tail(_CONTEXT))
+        # The context may begin within a character, and the beams part within one.
+        before = decode(base.tail(_CONTEXT)).rstrip(_HALF)
         beams = []
         for node, weight in zip(self.active, weights, strict=True):
             own = node.depth - base.depth
             text = decode(node.tail(min(_LONGEST, own) + min(_CONTEXT, base.depth)))
             # A lone beam, or one that agrees so far, shows its last words instead of nothing.
-            beams.append(LiveBeam(weight / total, text.removeprefix(before) if own else text))
+            text = text.removeprefix(before) if own else text
+            beams.append(LiveBeam(weight / total, text.strip(_HALF)))
         return sorted(beams, key=lambda beam: -beam.share)[:_BEAMS]
 
 

@@ -57,6 +57,8 @@ def show(events: Iterable[Event], decoder: Decoder, prompt_text: str) -> Result:
 
 
 def _draw(events: Iterable[Event], monitor: Monitor, painter: Painter) -> Result:
+    # A long prompt is read for a while: what decodes, and how, is known before it.
+    painter.offer(monitor.snapshot().to_json())
     for event in events:
         if isinstance(event, Finished):
             return event.result

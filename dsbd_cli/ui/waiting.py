@@ -27,6 +27,7 @@ def waiting(what: str) -> None:
     if not moves_cursor():
         _write(line + "\n")
         return
+    _clear()
     _text = line
     _draw()
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import re
+import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -29,11 +31,29 @@ def test_the_count_and_the_time_left_are_never_cut(monkeypatch: pytest.MonkeyPat
     (line,) = screen.file.getvalue().splitlines()  # type: ignore[attr-defined]
     assert "8/1200" in line
     assert "tok/s" in line
-    assert "-:--:--" in line
+    assert re.search(r" \d:\d\d:\d\d( |$)", line)
     assert ("64 under way" in line) is (columns >= 60)
     assert ("62% accepted" in line) is (columns >= 80)
     assert ("width 4.0" in line) is (columns >= 140)
     assert "\u2026" not in line
+
+
+def test_the_time_left_counts_what_is_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    progress = BatchProgress(40, 0, lambda line: None, bar=True)
+    now[0] += 6.0
+    # Two answers that end together after 6 s, six more under way: 5 of 40 are done, and the rest takes 42 s.
+    for running in (7, 6):
+        progress.step(result(), Load(running=running, waiting=32, free_slots=750, slots=1000))
+    assert progress._bar.tasks[0].fields["left"] == "0:00:42"
+    # What an earlier run did says nothing about this one's speed.
+    again = BatchProgress(40, 38, lambda line: None, bar=True)
+    now[0] += 3.0
+    again.step(result())
+    assert again._bar.tasks[0].fields["left"] == "0:00:03"
+    again.step(result())
+    assert again._bar.tasks[0].fields["left"] == "0:00:00"
 
 
 def test_what_is_most_telling_stays_longest() -> None:

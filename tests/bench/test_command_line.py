@@ -245,3 +245,21 @@ def test_wrong_input_is_one_line_and_exit_2(env, tmp_path, arguments, words):
     assert words in done.stderr
     assert len(done.stderr.strip().splitlines()) == 1
     assert list(tmp_path.glob("bench*")) == []
+
+
+def test_the_line_says_what_is_waited_for(pair, monkeypatch, tmp_path, new_cache):
+    from dsbd_cli.cli.main import run
+    from dsbd_cli.ui import waiting
+
+    told: list[str] = []
+    monkeypatch.setenv("DSBD_CACHE", str(new_cache()))
+    monkeypatch.setattr(waiting, "waiting", told.append)
+    questions = tmp_path / "mine.jsonl"
+    questions.write_text('{"prompt": "hi"}\n')
+    command = ["bench", "--dataset", str(questions), *pair, "--methods", "beam", "--max-new-tokens", "4",
+               "--out", str(tmp_path / "out")]  # fmt: skip
+    assert run(command) == 0
+    assert [line.split()[0] for line in told] == ["loading", "reading", "loading", "checking", "summing"]
+    told.clear()
+    assert run(command) == 0  # nothing is loaded for answers that are there
+    assert [line.split()[0] for line in told[1:]] == ["reading", "summing"]

@@ -212,6 +212,24 @@ def test_faults_of_a_file_of_prompts(tmp_path, content, words):
         plain.load(write(tmp_path / "mine.jsonl", content))
 
 
+def test_a_text_file_is_a_prompt_a_line(tmp_path):
+    loaded = load_dataset(str(write(tmp_path / "mine.txt", "one\r\n\n  two \u2028 b\n")), None, tmp_path)
+    assert [(item.id, item.prompt, item.references) for item in loaded.items] == [
+        ("line-1", "one", ()),
+        ("line-3", "  two \u2028 b", ()),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [("nope.jsonl", "no such file"), ("a/b", "no such file"), ("squd", "did you mean squad")],
+)
+def test_a_data_set_that_is_not_there(tmp_path, monkeypatch, name, words):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match=words):
+        load_dataset(name, None, tmp_path)
+
+
 def test_escapes_that_are_whole_pairs_are_text(tmp_path):
     loaded = plain.load(write(tmp_path / "mine.jsonl", r'{"prompt": "\ud83d\ude42 \\ud800"}'))
     assert loaded.items[0].text([]) == "\N{SLIGHTLY SMILING FACE} \\ud800"

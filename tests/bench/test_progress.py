@@ -4,24 +4,70 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from dsbd_cli.bench import cells
+from dsbd_cli.bench.figures import Figures
+from dsbd_cli.bench.summary import summarize_arm
 from tests.terminal import Terminal
 
 ROOT = Path(__file__).parents[2]
 PROGRAM = """
 import time
 from dsbd_cli.bench import progress
-figures = progress.Figures("score")
+from dsbd_cli.bench.figures import Figures
+figures = Figures("score", ["beam", "speculative"])
 progress.EVERY_S = 0.05
 with progress.BenchProgress(40, 0, figures, "a data set with a rather long name, 3 arms") as shown:
     for number in range(12):
         arm = ["beam", "dsbd threshold=0.9 [b]", "speculative"][number % 3]
         shown.stage(f"{arm} on item-with-a-long-name-{number}")
-        shown.step({"arm": arm, "new_tokens": 40, "decode_s": 0.5, "score": {"score": 0.5}})
+        shown.step({"arm": arm, "item": str(number), "new_tokens": 40, "decode_s": 0.5, "energy_j": None,
+                    "score": {"score": 0.5}})
         time.sleep(0.1)
 """
+
+
+def answer(item: int, repeat: int, tokens: int, seconds: float, **more: Any) -> dict[str, Any]:
+    score = {"exact_match": float(tokens > 20), "f1": 0.5}
+    return {"arm": "beam", "item": f"q{item}", "repeat": repeat, "group": None, "new_tokens": tokens, "wall_s": seconds,
+            "decode_s": seconds, "prefill_s": 0.0, "energy_j": 2.0 * seconds, "logprob": -1.0 * tokens,
+            "peak_bytes": None, "score": score, "turns": []} | more  # fmt: skip
+
+
+def window(number: int) -> dict[str, Any]:
+    return {"window": {"id": f"w{number}", "answers": 2, "at_a_time": 2, "new_tokens": 60 + number, "wall_s": 2.0,
+                       "energy_j": 9.0 + number, "peak_bytes": None}}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "records",
+    [
+        # A short answer beside long ones: its rate weighs as much as theirs in a median, and less in sums.
+        [answer(1, 0, 40, 1.0), answer(2, 0, 3, 1.5), answer(3, 0, 90, 3.0), answer(4, 0, 64, 2.0)],
+        # An item asked twice is one item.
+        [answer(1, 0, 40, 1.0), answer(1, 1, 10, 1.0), answer(2, 0, 30, 3.0), answer(2, 1, 90, 2.0)],
+        [answer(1, 0, 40, 1.0, energy_j=0.0), answer(2, 0, 30, 4.0), answer(3, 0, 80, 2.0)],
+        [answer(n, 0, 30, 9.0, decode_s=None, energy_j=None, **window(n // 2)) for n in range(6)],
+    ],
+    ids=["lengths", "repeats", "a coarse counter", "windows"],
+)
+def test_running_figures_are_those_of_the_table(records: list[dict[str, Any]]) -> None:
+    figures = Figures("exact_match", ["beam"])
+    for record in records:
+        figures.add([record])
+    arm = summarize_arm(records, "squad", {})
+    texts = [cells.number(arm[name]["value"]) for name in ("tokens_per_s", "joules_per_token")]
+    assert figures.line("beam") == (str(arm["items"]), cells.fixed(arm["score"]["value"]), *texts)
+    assert "n/a" not in figures.line("beam")
+
+
+def test_arms_stand_in_the_order_of_the_table() -> None:
+    figures = Figures("exact_match", ["multinomial", "beam", "dsbd"])
+    figures.add([answer(1, 0, 4, 1.0, arm="dsbd"), answer(1, 0, 4, 1.0)])
+    assert figures.arms() == ["beam", "dsbd"]
 
 
 def run(columns: int, **env: str) -> Terminal:
@@ -41,7 +87,7 @@ def test_running_figures_keep_to_their_rows(columns: int) -> None:
         assert name in heads[-1]
     rows = [line.split() for line in lines if line.startswith("beam")]
     if columns >= 60:
-        assert rows[-1] == ["beam", "4", "0.500", "80.0", "n/a"]
+        assert rows[-1] == ["beam", "4", "0.500", "80", "n/a"]
 
 
 def test_a_dumb_terminal_gets_lines() -> None:

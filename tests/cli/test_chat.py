@@ -8,7 +8,9 @@ import pytest
 import torch
 
 from dsbd_cli import Decoder, Settings
+from dsbd_cli.cli import chat
 from dsbd_cli.cli.chat import Session
+from dsbd_cli.ui import look
 from tests import builders
 from tests.cli.conftest import Call, environment, pair, program
 from tests.terminal import Terminal
@@ -54,6 +56,31 @@ def test_turns_commands_and_numbers(dsbd: Call, chatty: str) -> None:
     for said in ("method beam", "width = 2", "temperature = 0.5", "layers/target call", "dsbd: dsbd: ",
                  "dsbd: multinomial: "):  # fmt: skip
         assert said in ran.err
+
+
+def test_settings_are_shown_as_they_can_be_typed() -> None:
+    for settings in (
+        Settings(),
+        Settings(method="specinfer", tree=(2, 1), stop=("x",), deterministic=False, seed=3),
+    ):
+        for name, value in settings.to_dict().items():
+            kept = settings.merged({name: chat._parse(name, chat._shown(value))})
+            assert kept.to_dict()[name] == value, name
+    talked = Settings(system="be brief", stop=("x",)).merged(
+        {name: chat._parse(name, "none") for name in ("system", "stop")}
+    )
+    assert (talked.system, talked.stop) == (None, ())
+
+
+@pytest.mark.parametrize("columns", [40, None])
+def test_help_hangs_beside_its_commands(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], columns: int | None
+) -> None:
+    monkeypatch.setattr(look, "columns_of", lambda stream: columns)
+    Session(None, Settings()).take("/help")  # type: ignore[arg-type]
+    lines = capsys.readouterr().err.splitlines()
+    assert all(line.startswith(("/", " " * 24)) and line[24] != " " for line in lines)
+    assert max(map(len, lines)) <= 40 if columns else len(lines) == 5
 
 
 def test_a_turn_is_the_same_as_the_conversation_given_to_generate(chatty: str) -> None:

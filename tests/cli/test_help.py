@@ -36,6 +36,16 @@ def test_every_command_explains_itself(dsbd: Call, monkeypatch: pytest.MonkeyPat
     assert command in help_text(dsbd, monkeypatch, "--help")
 
 
+@pytest.mark.parametrize("group", [[], ["bench"], ["presets"], ["distill"]])
+def test_what_commands_do_is_said_in_whole(
+    dsbd: Call, monkeypatch: pytest.MonkeyPatch, group: list[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    _, listed = dsbd(*group, "--help").text.split("Commands:\n")
+    assert listed
+    assert "..." not in listed
+
+
 def test_bare_dsbd_is_help(dsbd: Call, monkeypatch: pytest.MonkeyPatch) -> None:
     assert help_text(dsbd, monkeypatch) == help_text(dsbd, monkeypatch, "--help")
 

@@ -365,3 +365,43 @@ def test_the_card_that_holds_the_target_is_made_current(monkeypatch):
     assert made == []
     make_current(torch.device("cuda", 1))
     assert made == [torch.device("cuda", 1)]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["generate", "hi", "--width", "four"], ["--width", "integer", "'four'"]),
+        (["generate", "hi", "--temperature", "hot"], ["--temperature", "number", "'hot'"]),
+        (["trace", "x", "--delay", "99"], ["--delay", "60", "'99'"]),
+        (["generate", "hello", "big", "world"], ["quotes", "big world"]),
+    ],
+)
+def test_a_usage_error_shows_what_was_given(dsbd: Call, arguments: list[str], words: list[str]) -> None:
+    dsbd(*arguments).refused(*words)
+
+
+def test_a_file_beside_lines_is_told_how_it_is_read(dsbd: Call, tmp_path: Path) -> None:
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("hello\n")
+    dsbd("generate", "--lines", prompts).refused(f"--lines < {prompts}")
+    dsbd("generate", "--lines", "hello").refused("a PROMPT has no place beside --lines")
+
+
+def test_fewer_beams_than_asked_for_are_told(dsbd: Call, models: Models) -> None:
+    sure = pair(models("says", "A"))
+    command = ["generate", "hi", *sure, "--method", "beam", "--seed", "1", "--max-new-tokens", "4"]
+    ran = dsbd(*command, "--num-return", "3")
+    assert ran.text == '"A"\n'
+    assert "--num-return 3: only 1 beam is distinct" in ran.err
+    assert "distinct" not in dsbd(*command, "--num-return", "1").err
+
+
+def test_statistics_are_words_and_numbers(dsbd: Call, rand_pair: list[str]) -> None:
+    command = ["generate", "hi", *rand_pair, "--seed", "1", "--max-new-tokens", "6", "--stats"]
+    for more in (["--forest", "full"], ["--gamma", "0"]):
+        told = dsbd(*command, *more).err
+        assert not set("[]{}") & set(told), told
+        (engine,) = (line for line in told.splitlines() if line.startswith("engine"))
+        assert engine.count("one of the models is not captured") < 2, engine
+        (depths,) = (line.split()[1:] for line in told.splitlines() if line.startswith("accepted_by_depth"))
+        assert all("/" in one for one in depths)

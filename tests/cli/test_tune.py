@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import functools
+import io
 import json
 import re
+import sys
 from pathlib import Path
 
 import pytest
 
+from dsbd_cli.cli import tune
 from dsbd_cli.presets import load_preset
 from dsbd_cli.prices.measure import measure
 from tests.cli.conftest import Call, pair
@@ -46,6 +49,24 @@ def test_a_preset_is_written_and_can_be_used(dsbd: Call, options: list[str], tmp
     # The doctor shows the prices that were measured on the way.
     report = json.loads(dsbd("doctor", "--json").text)
     assert any("ms by nodes" in line for line in report["prices"])
+
+
+def test_the_bar_counts_only_what_has_a_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    screen = io.StringIO()
+    monkeypatch.setattr(screen, "isatty", lambda: True)
+    monkeypatch.setattr(sys, "stderr", screen)
+    monkeypatch.setattr(tune, "panel_stream", lambda: screen)
+    for name, value in {"TERM": "xterm", "COLUMNS": "100"}.items():
+        monkeypatch.setenv(name, value)
+    with tune._progress() as (tell, step):
+        tell("measuring what forwards cost")
+        before = screen.getvalue()
+        step(0, 12)
+        step(3, 12)
+    assert "measuring what forwards cost" in before
+    assert "0:00:00" in before
+    assert "None" not in screen.getvalue()
+    assert "3/12" in screen.getvalue()
 
 
 def test_prompts_come_from_stdin_too(dsbd: Call, options: list[str]) -> None:

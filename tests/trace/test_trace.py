@@ -263,3 +263,9 @@ def test_every_line_is_on_disk_as_it_happens(tmp_path: Path) -> None:
             lines = path.read_text().splitlines()
             assert len(lines) == seen
             assert all(json.loads(line) for line in lines)
+
+
+def test_one_layer_is_not_layers(traced: Callable[[str], Trace]) -> None:
+    heads = [str(tree.label) for tree in trees(traced("beam"))]
+    assert heads
+    assert all(": 1 layer, width" in head for head in heads)

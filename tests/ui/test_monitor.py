@@ -121,3 +121,25 @@ def test_a_lone_beam_shows_its_last_words() -> None:
 def test_before_the_first_event_nothing_is_known() -> None:
     shot = Monitor(FakeDecoder(), "x").snapshot()  # type: ignore[arg-type]
     assert (shot.tokens_per_s, shot.acceptance.mean, shot.drawn.now, shot.beams) == (None, None, None, [])
+
+
+def test_beams_begin_and_end_with_whole_characters() -> None:
+    decoder: Any = FakeDecoder()
+    decoder.detokenize = lambda ids: bytes(ids).decode("utf-8", "replace")
+    monitor = Monitor(decoder, "x")
+    trie = Trie(lambda node: None, [], 100)
+
+    def grown(node: Node, data: bytes, score: float) -> Node:
+        for byte in data:
+            node = trie.child(node, byte)
+        node.score = score
+        return node
+
+    smile, globe = "\U0001f642".encode(), "\U0001f30d".encode()
+    # Nine characters and two bytes of a tenth: sixteen tokens back lies within the sixth.
+    base = grown(trie.root, smile * 9 + globe[:2], -1.0)
+    beams = grown(base, globe[2:] + b" and more", -1.0), grown(base, smile[2:] + globe + globe[:3], -2.0)
+    monitor.see(Iteration(beams, None, ()))  # type: ignore[arg-type]
+    assert [beam.text for beam in monitor.snapshot().beams] == ["\U0001f30d and more", "\U0001f642\U0001f30d"]
+    monitor.see(Iteration(beams[1:], None, ()))  # type: ignore[arg-type]
+    assert "\ufffd" not in monitor.snapshot().beams[0].text

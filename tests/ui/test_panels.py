@@ -8,10 +8,13 @@ import re
 import signal
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from dsbd_cli.decoding.tree.events import Event
 from dsbd_cli.ui.look import panel_stream, unicode_terminal
 from dsbd_cli.ui.painter import DRAWS_PER_SECOND, Painter
 from dsbd_cli.ui.safe import escaped
@@ -82,6 +85,26 @@ def test_narrow_and_wide(columns: int) -> None:
     terminal = start(size=(columns, 24))
     assert terminal.finish() == 0
     assert drawn(terminal.output)
+
+
+def test_models_and_method_are_there_while_the_prompt_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    from dsbd_cli.ui import panels
+
+    offered: list[str] = []
+    painter = SimpleNamespace(ready=False, offer=offered.append, close=lambda: None)
+    monkeypatch.setattr(panels, "Painter", lambda stream, unicode: painter)
+    monkeypatch.setattr(panels, "panel_stream", lambda: sys.stderr)
+    decoder = FakeDecoder()
+
+    def events() -> Iterator[Event]:
+        (line,) = offered
+        shot = Snapshot.from_json(line)
+        assert shot.models == "Big-135M + small-12M"
+        assert (shot.tokens, shot.budget, shot.prompt_tokens) == (0, 256, 0)
+        assert (shot.kv_slots, shot.kv_bytes) == (None, 0)
+        yield from stream(decoder)
+
+    panels.show(events(), decoder, "why?")  # type: ignore[arg-type]
 
 
 def test_ctrl_c_keeps_what_there_is() -> None:

@@ -92,3 +92,10 @@ def test_notes_break_between_words(model: str) -> None:
     assert terminal.finish() == 0
     lines = ["dsbd: one two three four", "/a/path/that/is/longer/than/the/screen", "is whole"]
     assert terminal.text.splitlines() == lines * 2
+
+
+def test_the_next_line_stands_in_place_of_the_last() -> None:
+    code = "from dsbd_cli.ui.waiting import ready, waiting; waiting('reading'); waiting('drawing'); ready()"
+    terminal = Terminal([sys.executable, "-c", code], env=environment(TERM="xterm", LANG="C.UTF-8"))
+    assert terminal.finish() == 0
+    assert terminal.output.decode() == "dsbd: reading…\r\x1b[Kdsbd: drawing…\r\x1b[K"

@@ -12,10 +12,10 @@ KINDS = ("spider", "squad", "mt-bench")
 
 
 def load_dataset(name: str, data_dir: Path | None, build_dir: Path) -> Dataset:
-    """A data set by name, or a JSONL file by path; all files are checked.
+    """A data set by name, or a file of prompts by path; all files are checked.
 
     Args:
-        name: one of `KINDS`, or a path to a JSONL file.
+        name: one of `KINDS`, or a path to a .jsonl or .txt file.
         data_dir: folder in the official layout (or holding one folder per data set); `hub` or
             `hub:OWNER/NAME`; None is the built-in sample.
         build_dir: where the sample's databases are built.
@@ -32,7 +32,11 @@ def load_dataset(name: str, data_dir: Path | None, build_dir: Path) -> Dataset:
             if data_dir is not None:
                 raise UserError("--data-dir belongs to spider, squad and mt-bench, not to a file of prompts")
             return plain.load(path)
-        raise UserError(f"--dataset {name}: neither {', '.join(KINDS)} nor a JSONL file{near(name, KINDS)}")
+        if path.suffix or len(path.parts) > 1:
+            raise UserError(f"--dataset {name}: no such file{near(name, KINDS)}")
+        raise UserError(
+            f"--dataset {name}: neither {', '.join(KINDS)} nor a file of prompts{near(name, KINDS)}"
+        )
     if data_dir is None:
         return sample.load(name, build_dir)
     if (repository := hub.repository(data_dir)) is not None:

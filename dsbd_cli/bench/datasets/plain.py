@@ -1,11 +1,12 @@
-"""A user's own JSONL file: `prompt` (a text, or chat messages), optional `references` and `id`."""
+"""A user's own file: .txt, a prompt a line, or .jsonl of `prompt` (text or chat messages), `references` and `id`."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from dsbd_cli.bench.datasets.files import read_jsonl
+from dsbd_cli.bench.datasets.files import read_jsonl, read_text
 from dsbd_cli.bench.datasets.records import Dataset, PlainItem, made
 from dsbd_cli.errors import UserError
 
@@ -17,7 +18,7 @@ def load(path: Path) -> Dataset:
         UserError: a broken line, an unknown key, a prompt or references of the wrong form.
     """
     items = []
-    for number, record in read_jsonl(path):
+    for number, record in _lines_of(path) if path.suffix == ".txt" else read_jsonl(path):
         where = f"{path}: line {number}"
         unknown = sorted(set(record) - {"id", "prompt", "references"})
         if unknown:
@@ -29,6 +30,13 @@ def load(path: Path) -> Dataset:
             PlainItem(name, _prompt(record["prompt"], where), _texts(record.get("references"), where))
         )
     return made("jsonl", items, f"{path.name}, {len(items)} prompts", path, empty=f"{path}: no prompts")
+
+
+def _lines_of(path: Path) -> Iterator[tuple[int, Any]]:
+    """(line number, record) of a text file's lines; empty ones ask nothing."""
+    for number, line in enumerate(read_text(path).split("\n"), 1):
+        if line.strip():
+            yield number, {"prompt": line.removesuffix("\r")}
 
 
 def _prompt(value: Any, where: str) -> Any:

@@ -71,6 +71,8 @@ class Choice:
             return f"pipelined iterations, the device verifies ({self.law})"
         if self.proposer is not None:
             return f"captured iterations, the host verifies (not pipelined: {self.why_no_engine})"
+        if self.why_no_engine == self.why_no_proposer:
+            return f"step by step on the host (nothing is pipelined or captured: {self.why_no_engine})"
         return f"step by step on the host (not pipelined: {self.why_no_engine}; not captured: {self.why_no_proposer})"
 
 
