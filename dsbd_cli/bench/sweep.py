@@ -14,7 +14,8 @@ from dsbd_cli.setting_text import parse_setting
 from dsbd_cli.settings import FIELDS, KINDS, check_value, near
 
 MOST_POINTS = 10_000  # no bench of more ever ends, and a mistyped range would fill the memory
-_RANGE = re.compile(r"(\d{1,9})\.\.(\d{1,9})")
+# Of more digits Python makes no number; so many make a range that is refused as too long.
+_RANGE = re.compile(r"(\d{1,999})\.\.(\d{1,999})")
 
 Grid = dict[str, list[Any]]
 

@@ -21,7 +21,7 @@ import typer
 from dsbd_cli.cli import ranks, signals, streams
 from dsbd_cli.errors import DsbdError, Stopped
 from dsbd_cli.group import depart, joined
-from dsbd_cli.paths import FULL
+from dsbd_cli.paths import FULL, write_error
 from dsbd_cli.ui.waiting import ready
 from dsbd_cli.version import __version__
 
@@ -110,9 +110,13 @@ def run(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         return _reader_gone()
     except OSError as error:
-        what = "the disk is full" if error.errno in FULL else error.strerror or str(error)
         where = f" ({error.filename})" if error.filename else ""
-        say(f"{what}{where}")
+        full = error.errno in FULL  # without a file's name it was stdout
+        say(
+            str(write_error(error.filename or "stdout", error))
+            if full
+            else f"{error.strerror or error}{where}"
+        )
         return 2 if error.errno == errno.ENAMETOOLONG else 1
     except MemoryError:
         say("out of memory: try a smaller model, --dtype bfloat16, or a shorter prompt")

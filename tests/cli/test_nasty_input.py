@@ -27,7 +27,7 @@ def abc(models: Models) -> list[str]:
 def test_every_command_with_a_stdout_that_is_gone_or_full(command: str, tmp_path: Path) -> None:
     env = environment(DSBD_CACHE=str(tmp_path))
     quoted = " ".join(f"'{part}'" for part in program(*command.split()))
-    for where, said in ((">&-", "dsbd: stdout is closed"), (">/dev/full", "dsbd: the disk is full")):
+    for where, said in ((">&-", "dsbd: stdout is closed"), (">/dev/full", "dsbd: no space left for stdout")):
         done = subprocess.run(f"{quoted} {where}", shell=True, env=env, capture_output=True, text=True)
         assert done.returncode == 1
         assert [line[: len(said)] for line in done.stderr.splitlines()] == [said]
