@@ -182,13 +182,13 @@ def _as_begun(
 
 def decoded_by(decoder: Decoder) -> dict[str, Any]:
     """Names, dtypes and kinds of device: the same for all ranks of one run."""
-    return {
-        role: None
-        if model is None
-        else f"{model['name']}{' ({vocab} ids)'.format_map(model) if 'vocab' in model else ''} "
-        f"{model['dtype']} {model['device'].split(':')[0]}"
-        for role, model in decoder.models().items()
-    }
+    found: dict[str, Any] = {}
+    for role, model in decoder.models().items():
+        found[role] = None
+        if model is not None:
+            ids = f" ({model['vocab']} ids)" if "vocab" in model else ""
+            found[role] = f"{model['name']}{ids} {model['dtype']} {model['device'].split(':')[0]}"
+    return found
 
 
 def _prices(decoder: Decoder, settings: Settings, tell: Tell) -> str | None:

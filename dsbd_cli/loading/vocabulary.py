@@ -14,8 +14,11 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
+from torch import nn
 
 from dsbd_cli.loading.architecture import head_rows, input_rows
+from dsbd_cli.loading.ready.llama import linear_of
 
 # Rows are multiplied in blocks: a border inside one would save nothing.
 _BLOCK = 64
@@ -63,26 +66,19 @@ def choose(draft: Any, wanted: int, *, most: int | None = None, eos_ids: Sequenc
 
 def narrowed(model: Any, ids: np.ndarray) -> Any:
     """The same model with the rows `ids` of its head; it shares all other weights, and `model` stays what it is."""
-    import torch
-    from torch import nn
-
-    name = _head_name(model)
-    head = model.get_output_embeddings()
-    rows = torch.from_numpy(ids)
-    small: Any = nn.Linear(1, 1, bias=False)
-    small.weight = nn.Parameter(head.weight.detach()[rows], requires_grad=False)
-    small.bias = None if head.bias is None else nn.Parameter(head.bias.detach()[rows], requires_grad=False)
-    small.in_features, small.out_features = head.in_features, len(ids)
+    head, rows = model.get_output_embeddings(), torch.from_numpy(ids)
+    weight, bias = (
+        None if one is None else nn.Parameter(one.detach()[rows], requires_grad=False)
+        for one in (head.weight, head.bias)
+    )
+    assert weight is not None
     twin = copy.copy(model)
-    twin._modules = dict(model._modules)
-    twin._modules[name] = small
+    twin._modules = model._modules | {_head_name(model): linear_of(weight, bias)}
     return twin
 
 
 def _head_name(model: Any) -> str | None:
     """The attribute under which a model holds its head, where that is a plain linear layer."""
-    from torch import nn
-
     head = model.get_output_embeddings()
     if type(head) is not nn.Linear:
         return None

@@ -96,16 +96,32 @@ def test_8_bits_asked_for_where_there_are_no_blocks_are_told(
     assert "8 bits" not in dsbd("generate", "one", *tail, "float32").err
 
 
+def begun(dsbd: Call, pair: list[str], folder: Path) -> tuple[list[Any], Path]:
+    """A batch of two prompts of which one is done: its command, and the file of facts beside its output."""
+    (folder / "in.txt").write_text("one\ntwo\n")
+    out = folder / "out.jsonl"
+    command = [
+        "generate",
+        "--input",
+        folder / "in.txt",
+        "--output",
+        out,
+        *pair,
+        "--seed",
+        "3",
+        "--max-new-tokens",
+        "4",
+    ]
+    assert dsbd(*command).code == 0
+    out.write_bytes(out.read_bytes().splitlines(keepends=True)[0])
+    return command, folder / "out.jsonl.run.json"
+
+
 def test_a_batch_begun_in_a_format_that_is_not_to_be_had_here_says_so(
     dsbd: Call, judge: list[str], pair: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On a machine with other instructions, say: its user has asked for no format."""
-    (tmp_path / "in.txt").write_text("one\ntwo\n")
-    out, sidecar = tmp_path / "out.jsonl", tmp_path / "out.jsonl.run.json"
-    command = ["generate", "--input", tmp_path / "in.txt", "--output", out, *pair, "--seed", "3",
-               "--max-new-tokens", "4"]  # fmt: skip
-    assert dsbd(*command).code == 0
-    out.write_bytes(out.read_bytes().splitlines(keepends=True)[0])
+    command, sidecar = begun(dsbd, pair, tmp_path)
     sidecar.write_text(sidecar.read_text().replace("big bfloat16 cpu", "big int8 cpu"))
     monkeypatch.setattr(processor, "int8_likely", lambda: False)
     resumed = dsbd(*command)
@@ -118,12 +134,7 @@ def test_a_batch_begun_in_a_format_that_is_not_to_be_had_here_says_so(
 def test_a_batch_beside_whose_records_stands_nonsense_is_another_run(
     dsbd: Call, judge: list[str], pair: list[str], tmp_path: Path, found: Any
 ) -> None:
-    (tmp_path / "in.txt").write_text("one\ntwo\n")
-    out, sidecar = tmp_path / "out.jsonl", tmp_path / "out.jsonl.run.json"
-    command = ["generate", "--input", tmp_path / "in.txt", "--output", out, *pair, "--seed", "3",
-               "--max-new-tokens", "4"]  # fmt: skip
-    assert dsbd(*command).code == 0
-    out.write_bytes(out.read_bytes().splitlines(keepends=True)[0])
+    command, sidecar = begun(dsbd, pair, tmp_path)
     facts = json.loads(sidecar.read_text())
     facts["models"]["target"] = found
     sidecar.write_text(json.dumps(facts))

@@ -92,11 +92,7 @@ class ReadyLlama(nn.Module):
         self.eval()
 
     def _linear(self, name: str) -> nn.Linear:
-        linear: Any = _bare(nn.Linear)
-        linear.weight = self._weights[f"{name}.weight"]
-        linear.bias = self._weights.get(f"{name}.bias")
-        linear.out_features, linear.in_features = linear.weight.shape
-        return linear  # type: ignore[no-any-return]
+        return linear_of(self._weights[f"{name}.weight"], self._weights.get(f"{name}.bias"))
 
     def _norm(self, name: str) -> Norm:
         return Norm(self._weights[f"{name}.weight"], self._numbers["eps"])
@@ -140,6 +136,14 @@ class ReadyLlama(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The real model's."""
         return self.real()(*args, **kwargs)
+
+
+def linear_of(weight: nn.Parameter, bias: nn.Parameter | None) -> nn.Linear:
+    """A linear layer of these [outputs, inputs] and [outputs]."""
+    linear: Any = _bare(nn.Linear)
+    linear.weight, linear.bias = weight, bias
+    linear.out_features, linear.in_features = weight.shape
+    return linear  # type: ignore[no-any-return]
 
 
 def _bare(kind: type[nn.Module]) -> nn.Module:

@@ -3,6 +3,15 @@
 
 #define SLOTS 32   /* slots that a query tile looks at together */
 
+/* The N-th 32 numbers of keys times those of queries, which are in tile N: 32 slots of 16 rows, into tiles 6 and 7. */
+#define SCORES(N)                                               \
+    if (deep > N) {                                             \
+        _tile_loadd(4, k + N * 32, size * 2);                   \
+        _tile_dpbf16ps(6, 4, N);                                \
+        _tile_loadd(5, k + TILE * size + N * 32, size * 2);     \
+        _tile_dpbf16ps(7, 5, N);                                \
+    }
+
 /* One group's attention for query tiles `first`, `first` + `by`, ... */
 static void attend(const job *j, long at, long g, long first, long by, char *own) {
     const model *m = j->m;
@@ -55,28 +64,7 @@ static void attend(const job *j, long at, long g, long first, long by, char *own
             }
             _tile_zero(6);
             _tile_zero(7);
-            _tile_loadd(4, k, size * 2);
-            _tile_dpbf16ps(6, 4, 0);
-            _tile_loadd(5, k + TILE * size, size * 2);
-            _tile_dpbf16ps(7, 5, 0);
-            if (deep > 1) {
-                _tile_loadd(4, k + 32, size * 2);
-                _tile_dpbf16ps(6, 4, 1);
-                _tile_loadd(5, k + TILE * size + 32, size * 2);
-                _tile_dpbf16ps(7, 5, 1);
-            }
-            if (deep > 2) {
-                _tile_loadd(4, k + 64, size * 2);
-                _tile_dpbf16ps(6, 4, 2);
-                _tile_loadd(5, k + TILE * size + 64, size * 2);
-                _tile_dpbf16ps(7, 5, 2);
-            }
-            if (deep > 3) {
-                _tile_loadd(4, k + 96, size * 2);
-                _tile_dpbf16ps(6, 4, 3);
-                _tile_loadd(5, k + TILE * size + 96, size * 2);
-                _tile_dpbf16ps(7, 5, 3);
-            }
+            SCORES(0) SCORES(1) SCORES(2) SCORES(3)
             _tile_stored(6, scores + s * TILE, 64);
             _tile_stored(7, scores + (s + TILE) * TILE, 64);
         }
