@@ -97,6 +97,7 @@ def _packages() -> dict[str, str]:
 def _devices() -> list[str]:
     import torch
 
+    from dsbd_cli.decoding.forward import simd
     from dsbd_cli.loading import processor
     from dsbd_cli.loading.hardware import choice, pick_dtype
     from dsbd_cli.prices import formats
@@ -113,7 +114,7 @@ def _devices() -> list[str]:
             for kind, formats_ in open_.items()
         ]
         auto = f"{', '.join(told)} (whichever is timed to be quicker), else {whole}"
-    code = f"C code for {processor.level()}" if processor.can_compile() else "no C compiler, or DSBD_NATIVE=0"
+    code = f"C code for {simd.level_here()}" if processor.can_compile() else "no C compiler, or DSBD_NATIVE=0"
     lines = [f"cpu: {torch.get_num_threads()} threads, {code}, dtype auto is {auto}"]
     for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
         about = torch.cuda.get_device_properties(index)

@@ -12,12 +12,16 @@ from pathlib import Path
 from dsbd_cli.errors import UserError
 
 # What code of ours may use, the least first; a switch below the machine's own hides the rest of it.
-LEVELS = ("portable", "avx2", "avx512", "amx")
+LEVELS = ("portable", "avx2", "avxvnni", "avx512", "avx512vnni", "amx")
 SWITCH = "DSBD_CPU"
 _AVX2 = frozenset({"avx2", "fma", "f16c"})
 _AVX512 = _AVX2 | {"avx512f", "avx512bw", "avx512dq", "avx512vl"}
 # What the AMX forward needs (bfloat16 and int8 tiles, and AVX-512's conversions to bfloat16).
 AMX = _AVX512 | {"amx_tile", "amx_int8", "amx_bf16", "avx512_bf16"}
+_NEEDED = {
+    "portable": frozenset[str](), "avx2": _AVX2, "avxvnni": _AVX2 | {"avx_vnni"}, "avx512": _AVX512,
+    "avx512vnni": _AVX512 | {"avx512_vnni"}, "amx": AMX,
+}  # fmt: skip
 
 
 def level() -> str:
@@ -26,17 +30,16 @@ def level() -> str:
     Raises:
         UserError: DSBD_CPU names none of them.
     """
-    found = flags()
-    has = ["portable"]
-    for name, needed in (("avx2", _AVX2), ("avx512", _AVX512), ("amx", AMX)):
-        if found >= needed:
-            has.append(name)
-    wanted = os.environ.get(SWITCH)
-    if not wanted:
-        return has[-1]
+    wanted = os.environ.get(SWITCH) or LEVELS[-1]
     if wanted not in LEVELS:
         raise UserError(f"{SWITCH}={wanted}: it is one of {', '.join(LEVELS)}")
-    return min(has[-1], wanted, key=LEVELS.index)
+    return [name for name in levels() if LEVELS.index(name) <= LEVELS.index(wanted)][-1]
+
+
+def levels() -> list[str]:
+    """Those of `LEVELS` that this processor has; not always all below its highest."""
+    found = flags()
+    return [name for name in LEVELS if found >= _NEEDED[name]]
 
 
 def build_flags(wanted: str | None = None) -> list[str]:
@@ -47,7 +50,7 @@ def build_flags(wanted: str | None = None) -> list[str]:
     if wanted in ("portable", "amx"):
         return ["-march=native"] if wanted == "amx" else []
     # By name: the same code, and so the same numbers, wherever a level is the one used.
-    return [*(f"-m{name}" for name in sorted(_AVX2 if wanted == "avx2" else _AVX512)), "-mtune=native"]
+    return [*(f"-m{name.replace('_', '')}" for name in sorted(_NEEDED[wanted])), "-mtune=native"]
 
 
 def kernels_wanted() -> bool:

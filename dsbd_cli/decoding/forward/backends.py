@@ -79,14 +79,14 @@ class Backend(NamedTuple):
         fused: it reads the weights and runs none of the model's code, so `why_not_fused` must find nothing.
         why_not: (model, int8) to the reason why it does not serve the model here; None where it does.
         make: (model, int8) to the forward.
-        same: it makes the same forward whether int8 is asked for or not.
+        same: whether it makes the same forward whether int8 is asked for or not.
     """
 
     name: str
     fused: bool
     why_not: Callable[[Any, bool], str | None]
     make: Callable[[Any, bool], Forward]
-    same: bool = False
+    same: Callable[[], bool] = lambda: False
 
 
 def _why_not_whole(model: Any) -> str | None:
@@ -141,6 +141,11 @@ def why_no_code() -> str | None:
     return reason if reason is not None and simd.library() is None else None
 
 
+def _quick_bytes() -> bool:
+    """Whether rounding a draft's activations to 8 bits makes it quicker: where int8 rows take part in it."""
+    return "8-bit blocks" in simd.rounding()
+
+
 def _why_no_c(model: Any, int8: bool) -> str | None:
     linear = _linear(model, int8)
     if reason := _why_no_products(model, int8):
@@ -177,7 +182,13 @@ def _real(model: Any) -> Any:
 
 TABLE = (
     Backend("AMX", True, why_no_amx, lambda model, int8: amx.AmxForward(model, int8=int8)),
-    Backend("float32 in C", True, why_no_simd, lambda model, int8: simd.SimdForward(model), True),
+    Backend(
+        "float32 in C",
+        True,
+        why_no_simd,
+        lambda model, int8: simd.SimdForward(model, int8_activations=int8 and _quick_bytes()),
+        lambda: not _quick_bytes(),
+    ),
     Backend(
         "fused Llama, C kernels",
         True,
@@ -218,7 +229,7 @@ def candidates(
             yield simd.SimdForward(model, int8_activations=True)
     for narrow in (True, False) if int8 and fused else (False,):
         for backend in TABLE:
-            if (narrow and not backend.fused) or (int8 and not narrow and backend.same):
+            if (narrow and not backend.fused) or (int8 and not narrow and backend.same()):
                 continue  # its turn is later, or was before
             if (fused or not backend.fused) and backend.why_not(model, narrow) is None:
                 skip -= 1

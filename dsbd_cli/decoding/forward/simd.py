@@ -4,13 +4,14 @@ Weights are kept in the narrowest format that holds each of them to the bit: a G
 stay blocks, a bfloat16 checkpoint stays bfloat16, a draft's int8 rows stay int8. They are widened to float32
 in registers, so the numbers are those of the de-quantised model in float32 up to the order of sums, and a
 forward of one node reads a quarter to an eighth of its bytes. Asked to, it rounds activations to 8 bits where they
-meet 4-bit blocks (`native/int8.c`). What a node gives does not depend on the nodes beside it.
+meet 4-bit blocks, and 8-bit ones where the processor sums four products of bytes at once (`native/int8.c`). What a node gives does not depend on the nodes beside it.
 """
 
 from __future__ import annotations
 
 import ctypes
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -30,9 +31,21 @@ def library(level: str | None = None) -> Any:
     """The compiled forward; None without a compiler.
 
     Args:
-        level: of `processor.LEVELS`; None: this processor's.
+        level: of `processor.LEVELS`; None: `level_here()`.
     """
-    return _library(level or processor.level())
+    return _library(level or level_here())
+
+
+def level_here() -> str:
+    """The highest level of this processor that the compiler knows too: an old one may not."""
+    return _level_below(processor.level())
+
+
+@functools.cache
+def _level_below(highest: str) -> str:
+    place = processor.LEVELS.index(highest)
+    below = [name for name in processor.levels() if processor.LEVELS.index(name) <= place]
+    return next((name for name in reversed(below) if _library(name) is not None), highest)
 
 
 @functools.cache
@@ -40,13 +53,14 @@ def _library(level: str) -> Any:
     return native.compiled(lambda: _loaded(level))
 
 
-def _loaded(level: str) -> Any:
-    sources = "kernels.c", "meet.c", "whole.h", "int8.c", "simd.c"
+def _loaded(level: str, flags: Sequence[str] = ()) -> Any:
+    sources = "kernels.c", "meet.c", "whole.h", "narrow.c", "pairs.c", "quads.c", "int8.c", "simd.c"
     # Sums and products are fused where the source says so, and nowhere else: see `fused` there.
-    built = native.built(*sources, flags=["-ffp-contract=off"], level=level)
+    built = native.built(*sources, flags=["-ffp-contract=off", *flags], level=level)
     loaded: Any = ctypes.CDLL(str(built))
     loaded.packed_bytes.restype, loaded.packed_bytes.argtypes = _long, [_long] * 3
     loaded.pack.restype, loaded.pack.argtypes = ctypes.c_int, [_pointer, _long, _long, _long, _pointer]
+    loaded.narrows.restype, loaded.narrows.argtypes = ctypes.c_int, [_long]
     loaded.multiply.restype, loaded.multiply.argtypes = None, [_pointer, _pointer, _long, _long, _pointer]
     return prototyped(loaded)
 
@@ -67,12 +81,12 @@ class SimdForward(WholeForward):
     _needs_positions = True
 
     def __init__(self, model: Any, level: str | None = None, *, int8_activations: bool = False) -> None:
-        self.level = level or processor.level()
+        self.level = level or level_here()
         super().__init__(model, library(level), int8_activations)
         self.int8 = False  # weights are what they were
         # Widening and reading is what one node costs, multiplying what each costs.
         self.bytes_read, self.formats = self._counted(FORMATS)
-        self.int8_activations = int8_activations and FORMATS[0] in self.formats
+        self.int8_activations = int8_activations and not self.formats.keys().isdisjoint(rounding(self.level))
         self.relative_node_cost = min(0.5, 0.045 * 4 * sum(self.formats.values()) / self.bytes_read)
 
     def _layout(self) -> str:
@@ -87,6 +101,17 @@ class SimdForward(WholeForward):
         most = max(self.formats, key=lambda name: self.formats[name])
         short = ", activations in 8 bits" if self.int8_activations else ""
         return f"float32 forward in C ({self.level}), weights in {most}{short}"
+
+
+def rounding(level: str | None = None) -> tuple[str, ...]:
+    """The formats for which activations can be rounded to 8 bits: 8-bit blocks where the processor sums four
+    products of bytes at once.
+
+    Args:
+        level: as in `library`.
+    """
+    loaded = library(level)
+    return () if loaded is None else tuple(name for kind, name in enumerate(FORMATS) if loaded.narrows(kind))
 
 
 def pack(

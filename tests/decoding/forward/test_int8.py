@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -12,6 +15,9 @@ from dsbd_cli.decoding.model.hf_model import HfTreeModel
 from dsbd_cli.decoding.tree.sequences import Node
 from tests.decoding.forward.test_amx import KINDS, far, make, plain, run, tree
 from tests.decoding.forward.test_simd import (
+    BF16,
+    F16,
+    F32,
     LEVELS,
     Q4,
     Q8,
@@ -23,28 +29,44 @@ from tests.decoding.forward.test_simd import (
 pytestmark = pytest.mark.skipif(simd.library() is None, reason="no C compiler here")
 
 
-def rounded(x: Tensor) -> Tensor:
-    """x [N, inputs] as bytes times two scales a block, float64: see `native/int8.c`."""
-    x = x.double().view(len(x), -1, 8, 4)  # [N, blocks, words of 4, inputs]
-    most = x.abs().amax((1, 2, 3), keepdim=True)
-    halves = torch.stack([x[..., :2], x[..., 2:]], 2)  # [N, blocks, half, words, 2]
-    steps = (halves.abs().amax((3, 4), keepdim=True) * 32767 / most[:, :, None]).floor() + 1
-    scale = steps.clamp(max=32767) * most[:, :, None] / (127 * 32767)
-    whole = (halves / scale).round()
+FOUR = [level for level in LEVELS if simd.library(level).narrows(Q8)] if simd.library() is not None else []
+BUILDS = [*LEVELS, "portable, four products", "sixteen floats, four products"]
+
+
+@functools.cache
+def library_of(build: str) -> Any:
+    """A level's, or on any processor a plain one in which four products are added up as processors with them do."""
+    if "," not in build:
+        return simd.library(build)
+    flags = ["-DFOURS", "-Wno-psabi", *(["-DWIDE"] if "sixteen" in build else [])]
+    return simd._loaded("portable", flags)
+
+
+def rounded(x: Tensor, run: int) -> Tensor:
+    """x [N, inputs] as bytes times two scales a block, of `run` inputs in turns, float64: `native/narrow.c`."""
+    x = x.double().view(len(x), -1, 16 // run, 2, run)  # [N, blocks, runs, halves, inputs]
+    most = x.abs().amax((1, 2, 3, 4), keepdim=True)
+    steps = (x.abs().amax((2, 4), keepdim=True) * 32767 / most).floor() + 1
+    scale = steps.clamp(max=32767) * most / (127 * 32767)
+    whole = (x / scale).round()
     assert whole.abs().max() <= 127
-    low, high = (whole * scale).unbind(2)
-    return torch.cat([low, high], -1).flatten(1)
+    return (whole * scale).flatten(1)
 
 
-@pytest.mark.parametrize("level", LEVELS)
-def test_products_are_those_of_rounded_rows_and_a_row_does_not_depend_on_its_neighbours(level):
-    library = simd.library(level)
+@pytest.mark.parametrize("kind", [Q4, Q8])
+@pytest.mark.parametrize("build", BUILDS)
+def test_products_are_those_of_rounded_rows_and_a_row_does_not_depend_on_its_neighbours(build, kind):
+    library = library_of(build)
+    assert bool(library.narrows(Q8)) == (build in FOUR or "four" in build)
+    if not library.narrows(kind):
+        return
     for rows, inputs in ((16, 32), (33, 64), (7, 96), (80, 288)):
-        w = weight_of(Q4, rows, inputs)
-        packed, kind = simd.pack(library, w)
+        w = weight_of(kind, rows, inputs)
+        packed, found = simd.pack(library, w)
+        assert found == kind
         x = noise(130, inputs, seed=1) * torch.linspace(0.01, 30, inputs)
         whole = simd.product(library, packed, kind, rows, x, int8=True)
-        exact = rounded(x) @ w.double().T
+        exact = rounded(x, 4 if library.narrows(Q8) else 2) @ w.double().T
         # (A value halfway between two bytes may go to either: float32 divides, the reference does so in float64.)
         off = (whole - exact).abs().amax(1) / exact.abs().amax(1)
         assert off.median() < 1e-6
@@ -55,21 +77,46 @@ def test_products_are_those_of_rounded_rows_and_a_row_does_not_depend_on_its_nei
             assert torch.equal(got, whole[-count:])
 
 
-def test_levels_agree():
-    w, x = weight_of(Q4, 48, 96), noise(9, 96)
-    found = [
-        simd.product(simd.library(level), *simd.pack(simd.library(level), w), 48, x, int8=True)
-        for level in LEVELS
-    ]
-    assert all(far(one, found[0]) < 1e-6 for one in found)
+@pytest.mark.parametrize("four", [False, True])
+def test_levels_agree(four):
+    x = noise(9, 96)
+    for kind in (Q4, Q8) if four else (Q4,):
+        w = weight_of(kind, 48, 96)
+        found = [
+            simd.product(library, *simd.pack(library, w), 48, x, int8=True)
+            for library in map(library_of, BUILDS)
+            if bool(library.narrows(Q8)) == four
+        ]
+        assert found
+        assert all(far(one, found[0]) < 1e-6 for one in found)
+
+
+@pytest.mark.parametrize("build", BUILDS)
+def test_the_largest_sums_are_whole(build):
+    library = library_of(build)
+    x = torch.full((3, 64), 2.5)
+    x[1] = -2.5
+    x[2, ::2] = -2.5
+    for kind in (Q4, Q8):
+        if not library.narrows(kind):
+            continue
+        for sign in (1, -1):
+            w = torch.full((16, 64), sign * (127 / 128 if kind == Q8 else 15 / 16))
+            if kind == Q4:
+                w[:, ::32] = 0.0  # so that most are 15 steps from it
+            packed, _ = simd.pack(library, w, (kind,))
+            got = simd.product(library, packed, kind, 16, x, int8=True)
+            assert far(got, rounded(x, 4).double() @ w.double().T) < 1e-6
 
 
 def test_other_formats_are_multiplied_as_they_are():
-    w, x = weight_of(Q8, 20, 64), noise(5, 64)
-    packed, kind = simd.pack(simd.library(), w)
-    assert kind == Q8
-    product = simd.product(simd.library(), packed, kind, 20, x, int8=True)
-    assert torch.equal(product, simd.product(simd.library(), packed, kind, 20, x))
+    for kind in (BF16, F16, F32) if FOUR else (Q8, BF16, F16, F32):
+        w, x = weight_of(kind, 20, 64), noise(5, 64)
+        level = LEVELS[-1]
+        packed, found = simd.pack(simd.library(level), w)
+        assert found == kind
+        product = simd.product(simd.library(level), packed, kind, 20, x, int8=True)
+        assert torch.equal(product, simd.product(simd.library(level), packed, kind, 20, x))
 
 
 def test_rows_without_a_size_and_rows_of_extremes():

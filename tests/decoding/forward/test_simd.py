@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from dsbd_cli.decoding.cache.buffers import KVBuffer
-from dsbd_cli.decoding.forward import simd
+from dsbd_cli.decoding.forward import native, simd
 from dsbd_cli.decoding.forward.backends import candidates, why_no_simd
 from dsbd_cli.decoding.model.hf_model import HfTreeModel
 from dsbd_cli.decoding.tree.sequences import Node
@@ -19,8 +19,7 @@ from dsbd_cli.errors import UserError
 from dsbd_cli.loading import processor
 from tests.decoding.forward.test_amx import KINDS, far, make, plain, run, tree
 
-HERE = processor.LEVELS.index(processor.level())
-LEVELS = processor.LEVELS[: min(HERE, 2) + 1]
+LEVELS = [level for level in processor.levels() if level != "amx"]
 Q4, Q8, BF16, F16, F32 = range(5)
 
 pytestmark = pytest.mark.skipif(simd.library() is None, reason="no C compiler here")
@@ -49,10 +48,32 @@ def test_dsbd_cpu_lowers_the_level_and_knows_its_names(monkeypatch):
     assert processor.level() == "portable"
     assert not processor.amx_likely()
     monkeypatch.setenv("DSBD_CPU", "amx")
-    assert processor.level() == processor.LEVELS[HERE]
+    assert processor.level() == processor.levels()[-1]
     monkeypatch.setenv("DSBD_CPU", "sse9")
     with pytest.raises(UserError, match="DSBD_CPU=sse9"):
         processor.level()
+
+
+@pytest.mark.parametrize(
+    ("missing", "wanted", "found"),
+    [
+        (set(), "avxvnni", "avxvnni"),
+        ({"avx_vnni"}, "avxvnni", "avx2"),
+        ({"avx512_vnni", "amx_int8"}, None, "avx512"),
+        ({"avx512_vnni", "amx_int8"}, "avx512vnni", "avx512"),
+        ({"avx512f"}, None, "avxvnni"),
+        ({"avx512f", "avx_vnni"}, "avx512", "avx2"),
+        ({"fma"}, "amx", "portable"),
+    ],
+)
+def test_a_level_is_used_where_all_of_it_is_there(monkeypatch, missing, wanted, found):
+    every = processor.AMX | {"avx_vnni", "avx512_vnni"}
+    monkeypatch.setattr(processor, "flags", lambda: every - missing)
+    if wanted:
+        monkeypatch.setenv("DSBD_CPU", wanted)
+    else:
+        monkeypatch.delenv("DSBD_CPU", raising=False)
+    assert processor.level() == found
 
 
 def test_levels_are_built_apart():
@@ -80,8 +101,9 @@ def test_products_are_torchs_and_a_row_does_not_depend_on_its_neighbours(level, 
 # Vectors of 16 floats as AVX-512 has them, on any processor, and an end of the process at the first that is read
 # as if it lay where it does not: an AVX-512 machine ends it too.
 _WIDE = """
+import sys
 from dsbd_cli.decoding.forward import native, simd
-wide = ["-O1", "-DWIDE", "-Wno-psabi", "-fsanitize=alignment", "-fsanitize-undefined-trap-on-error"]
+wide = ["-O1", "-DWIDE", "-Wno-psabi", "-fsanitize=alignment", "-fsanitize-undefined-trap-on-error", *sys.argv[1:]]
 built = native.built
 native.built = lambda *sources, flags=(), level=None: built(*sources, flags=[*flags, *wide], level=level)
 from tests.decoding.forward import test_simd
@@ -96,8 +118,9 @@ print("whole")
 """
 
 
-def test_vectors_of_sixteen_are_read_where_they_lie():
-    command = [sys.executable, "-c", _WIDE]
+@pytest.mark.parametrize("more", [[], ["-DFOURS"]], ids=["pairs", "fours"])
+def test_vectors_of_sixteen_are_read_where_they_lie(more):
+    command = [sys.executable, "-c", _WIDE, *more]
     ran = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert ran.stdout == "whole\n", (ran.returncode, ran.stderr[-2000:])
 
@@ -258,3 +281,20 @@ def test_what_it_cannot_take_is_left_to_others():
     assert why_no_simd(make("llama", torch.float32, head_dim=8), False) is not None
     assert why_no_simd(make("llama", torch.float32, intermediate_size=200), False) is not None
     assert np.isfinite(simd.SimdForward(make("llama", torch.float32, vocab_size=259)).relative_node_cost)
+
+
+def test_a_compiler_that_does_not_know_the_highest_level_builds_a_lower_one(monkeypatch, tmp_path):
+    real, wrapper = processor.compiler(), tmp_path / "cc"
+    # (By each level's own switch: that of the highest here, and no other level has it.)
+    if len(LEVELS) < 2 or processor.level() == "amx":
+        pytest.skip("no levels here, or one that asks for whatever the processor has")
+    own = set(processor.build_flags(LEVELS[-1])) - set(processor.build_flags(LEVELS[-2]))
+    case = "|".join(f"*{flag}*" for flag in own if flag.startswith("-m"))
+    wrapper.write_text(f'#!/bin/sh\ncase "$*" in {case}) echo no such option >&2; exit 1;; esac\nexec {real} "$@"\n')
+    wrapper.chmod(0o755)
+    monkeypatch.setenv("CC", str(wrapper))
+    monkeypatch.setenv("DSBD_CACHE", str(tmp_path))
+    monkeypatch.setattr(simd, "_library", simd._library.__wrapped__)
+    monkeypatch.setattr(native, "_failures", [])
+    assert simd._level_below.__wrapped__(LEVELS[-1]) == LEVELS[-2]
+    assert native.failure() == "no such option"
