@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from dsbd_cli.batch.shard import Shard
 from dsbd_cli.errors import UserError
-from dsbd_cli.one_shot import OneShot, one_shot
+from dsbd_cli.exchange import Exchange, exchange
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -88,7 +88,7 @@ class Group:
 
     def __init__(self, rank: int, size: int, cards: tuple[str, ...] = ()) -> None:
         self.rank, self.size, self.cards = rank, size, cards
-        self.one_shot: OneShot | None = None
+        self.exchange: Exchange | None = None
 
     @property
     def first(self) -> bool:
@@ -96,8 +96,8 @@ class Group:
 
     def sum(self, x: Tensor) -> Tensor:
         """The sum over all processes, in place or not: the same bits on each of them."""
-        if self.one_shot is not None and self.one_shot.takes(x):
-            return self.one_shot.sum(x)
+        if self.exchange is not None and self.exchange.takes(x):
+            return self.exchange.sum(x)
         from torch import distributed
 
         distributed.all_reduce(x)
@@ -197,7 +197,7 @@ def join(team: Team, *, cuda: bool) -> Group:
         hosts = {host for host, _ in places}
         cards = tuple(card for _, card in places) if cuda and len(hosts) == 1 else ()
         _joined = Group(distributed.get_rank(), distributed.get_world_size(), cards)
-        _joined.one_shot = one_shot(cards, _joined.rank, _joined.least)
+        _joined.exchange = exchange(cards, _joined.rank, _joined.least)
     return _joined
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from dsbd_cli import one_shot
+from dsbd_cli import exchange
 from dsbd_cli.group import Group
 
 
@@ -18,7 +18,7 @@ def test_small_sums_of_two_cards_take_the_short_way_and_no_others(monkeypatch: p
     whole: list[Any] = []
     monkeypatch.setattr(distributed, "all_reduce", whole.append)
     group = Group(0, 2, ("cuda:0", "cuda:1"))
-    group.one_shot = SimpleNamespace(takes=lambda x: x.numel() < 4, sum=lambda x: 2 * x)  # type: ignore[assignment]
+    group.exchange = SimpleNamespace(takes=lambda x: x.numel() < 4, sum=lambda x: 2 * x)  # type: ignore[assignment]
     assert group.sum(torch.ones(3)).tolist() == [2, 2, 2]
     assert not whole
     assert group.sum(torch.ones(4)) is whole[0]
@@ -26,7 +26,7 @@ def test_small_sums_of_two_cards_take_the_short_way_and_no_others(monkeypatch: p
 
 @pytest.mark.parametrize("cards", [(), ("cuda:0", "cuda:1", "cuda:2")])
 def test_only_two_cards_of_one_host_have_it(cards: tuple[str, ...]) -> None:
-    assert one_shot.one_shot(cards, 0, lambda number: number) is None
+    assert exchange.exchange(cards, 0, lambda number: number) is None
 
 
 @pytest.mark.parametrize(("reach", "made"), [(False, True), (True, False), (True, True)])
@@ -43,10 +43,10 @@ def test_both_have_it_or_neither(monkeypatch: pytest.MonkeyPatch, reach: bool, m
     def one() -> str:
         if not made:
             raise RuntimeError("no memory is shared here")
-        return "one shot"
+        return "exchange"
 
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda own, other: reach)
-    monkeypatch.setattr(one_shot, "OneShot", one)
-    found = one_shot.one_shot(("cuda:0", "cuda:1"), 1, least)
-    assert found == ("one shot" if reach and made else None)
+    monkeypatch.setattr(exchange, "Exchange", one)
+    found = exchange.exchange(("cuda:0", "cuda:1"), 1, least)
+    assert found == ("exchange" if reach and made else None)
     assert asked == [int(reach), *([int(made)] if reach else [])]

@@ -4,7 +4,8 @@ Weights are kept in the narrowest format that holds each of them to the bit: a G
 stay blocks, a bfloat16 checkpoint stays bfloat16, a draft's int8 rows stay int8. They are widened to float32
 in registers, so the numbers are those of the de-quantised model in float32 up to the order of sums, and a
 forward of one node reads a quarter to an eighth of its bytes. Asked to, it rounds activations to 8 bits where they
-meet 4-bit blocks, and 8-bit ones where the processor sums four products of bytes at once (`native/int8.c`). What a node gives does not depend on the nodes beside it.
+meet 4-bit blocks, and 8-bit ones where the processor sums four products of bytes at once (`native/int8.c`). What a
+node gives does not depend on the nodes beside it.
 """
 
 from __future__ import annotations
@@ -54,7 +55,17 @@ def _library(level: str) -> Any:
 
 
 def _loaded(level: str, flags: Sequence[str] = ()) -> Any:
-    sources = "kernels.c", "meet.c", "whole.h", "narrow.c", "pairs.c", "quads.c", "int8.c", "simd.c"
+    sources = (
+        "kernels.c",
+        "meet.c",
+        "whole.h",
+        "narrow.c",
+        "pairs.c",
+        "quads.c",
+        "int8.c",
+        "heads.c",
+        "simd.c",
+    )
     # Sums and products are fused where the source says so, and nowhere else: see `fused` there.
     built = native.built(*sources, flags=["-ffp-contract=off", *flags], level=level)
     loaded: Any = ctypes.CDLL(str(built))

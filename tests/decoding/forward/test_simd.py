@@ -290,7 +290,9 @@ def test_a_compiler_that_does_not_know_the_highest_level_builds_a_lower_one(monk
         pytest.skip("no levels here, or one that asks for whatever the processor has")
     own = set(processor.build_flags(LEVELS[-1])) - set(processor.build_flags(LEVELS[-2]))
     case = "|".join(f"*{flag}*" for flag in own if flag.startswith("-m"))
-    wrapper.write_text(f'#!/bin/sh\ncase "$*" in {case}) echo no such option >&2; exit 1;; esac\nexec {real} "$@"\n')
+    wrapper.write_text(
+        f'#!/bin/sh\ncase "$*" in {case}) echo no such option >&2; exit 1;; esac\nexec {real} "$@"\n'
+    )
     wrapper.chmod(0o755)
     monkeypatch.setenv("CC", str(wrapper))
     monkeypatch.setenv("DSBD_CACHE", str(tmp_path))

@@ -527,78 +527,19 @@ static void product(job *j, const linear *w, input a, long count, float *out, lo
     }
 }
 
-/* Dot products of `size` floats with four others. */
-INLINE void dots(const float *q, const float *const k[4], long size, float *out) {
-    vf sum[4] = {{0}, {0}, {0}, {0}};
-    for (long i = 0; i < size; i += VL) {
-        vf one = *(const vf_any *)(q + i);
-#pragma GCC unroll 4
-        for (int s = 0; s < 4; s++) sum[s] = fused(one, *(const vf_any *)(k[s] + i), sum[s]);
-    }
-#if VL == 8 || defined(__AVX512F__)
-    __m256 half[4];
-#pragma GCC unroll 4
-    for (int s = 0; s < 4; s++)
-#if VL == 16
-        half[s] = _mm256_add_ps(_mm512_castps512_ps256((__m512)sum[s]),
-                                _mm256_castpd_ps(_mm512_extractf64x4_pd((__m512d)sum[s], 1)));
-#else
-        half[s] = (__m256)sum[s];
-#endif
-    __m256 all = _mm256_hadd_ps(_mm256_hadd_ps(half[0], half[1]), _mm256_hadd_ps(half[2], half[3]));
-    _mm_storeu_ps(out, _mm_add_ps(_mm256_castps256_ps128(all), _mm256_extractf128_ps(all, 1)));
-#else
-    for (int s = 0; s < 4; s++) {
-        for (int left = VL / 2; left; left /= 2)
-            for (int i = 0; i < left; i++) sum[s][i] = sum[s][2 * i] + sum[s][2 * i + 1];
-        out[s] = sum[s][0];
-    }
-#endif
-}
+#include "heads.c"
 
-/* out [16 C] = sum over slots of weight x values. */
-INLINE void weigh(const int C, const float *values, const int32_t *slots, long count, long size, const float *weights,
-                  float scale, float *out) {
-    vf sum[4 * V];
-#pragma GCC unroll 16
-    for (int c = 0; c < C * V; c++) sum[c] = (vf){0};
-    for (long i = 0; i < count; i++) {
-        const float *row = values + slots[i] * size;
-        const vf weight = spread(weights[i]);
-#pragma GCC unroll 16
-        for (int c = 0; c < C * V; c++) sum[c] = fused(*(const vf_any *)(row + c * VL), weight, sum[c]);
-    }
-#pragma GCC unroll 16
-    for (int c = 0; c < C * V; c++) *(vf_any *)(out + c * VL) = sum[c] * scale;
-}
+/* Floats of a row of scores. */
+static long score_room(long used) { return up(used + 4, 16); }
 
 /* Attention of row n over its slots, for the heads of group g. */
 static void attend(const job *j, long at, long n, long g, float *scores) {
     const model *m = j->m;
     const request *r = j->r;
-    long size = m->size, shared = m->heads / m->groups, count = j->length[n];
-    const int32_t *slots = j->seen + n * j->seen_stride;
-    const float *keys = r->keys[at] + g * r->capacity * size, *values = r->values[at] + g * r->capacity * size;
-    for (long h = 0; h < shared; h++) {
-        const float *q = j->query + ((n * m->groups + g) * shared + h) * size;
-        for (long i = 0; i < count; i += 4) {
-            const float *k[4];
-            for (long s = 0; s < 4; s++) k[s] = keys + slots[i + s < count ? i + s : count - 1] * size;
-            dots(q, k, size, scores + i);
-        }
-        float most = -INFINITY;
-        _Pragma("omp simd reduction(max : most)") for (long i = 0; i < count; i++) {
-            scores[i] *= m->scaling;
-            most = scores[i] > most ? scores[i] : most;
-        }
-        _Pragma("omp simd") for (long i = 0; i < count; i++) scores[i] = exp_f32(scores[i] - most);
-        float sum = 0;
-        for (long i = 0; i < count; i++) sum += scores[i]; /* in order, whatever the vectors */
-        float *out = j->att + n * m->heads * size + (g * shared + h) * size, scale = 1 / sum;
-        long c = 0;
-        for (; c + 4 * UNIT <= size; c += 4 * UNIT) weigh(4, values + c, slots, count, size, scores, scale, out + c);
-        for (; c < size; c += UNIT) weigh(1, values + c, slots, count, size, scores, scale, out + c);
-    }
+    long size = m->size, shared = m->heads / m->groups, first = g * shared;
+    attend_over(shared, j->query + (n * m->heads + first) * size, r->keys[at] + g * r->capacity * size,
+                r->values[at] + g * r->capacity * size, j->seen + n * j->seen_stride, j->length[n], size, m->scaling,
+                scores, score_room(r->used), j->att + (n * m->heads + first) * size);
 }
 
 /* Who sees what, by position: once a forward, by the calling thread. `place` [capacity] is all -1. */
@@ -685,7 +626,7 @@ static void sizes_of(const model *m, long count, long used, long capacity, long 
     parts[4] = count * m->inner * 4;
     parts[5] = (count + 1) * (used + 1) * 4;
     parts[6] = count * 4;
-    long own = m->int8 * narrow_bytes(count, widest(m)) + count * m->hidden * 4 + (used + 8) * 4;
+    long own = m->int8 * narrow_bytes(count, widest(m)) + count * m->hidden * 4 + HEADS * score_room(used) * 4;
     parts[7] = up(own, 4096) * threads;
     parts[8] = capacity * 4;
     for (int i = 0; i < PARTS; i++) parts[i] = up(parts[i], 64);
