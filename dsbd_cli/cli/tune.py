@@ -131,9 +131,10 @@ def _prompts(source: str | None) -> list[Prompt]:
         return list(lines)
     if source is not None:
         from dsbd_cli.batch.items import read_items
+        from dsbd_cli.prompts import is_blank
 
         items, _ = read_items(Path(source), option="")
-        kept: list[Prompt] = [item.prompt for item in items if item.prompt]
+        kept: list[Prompt] = [item.prompt for item in items if not is_blank(item.prompt)]
         if not kept:
             raise UserError(f"{source} holds no prompt")
         return kept
