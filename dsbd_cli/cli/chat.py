@@ -56,7 +56,7 @@ def chat(
     if chosen.team().shard.world > 1:
         raise UserError("a chat is for one process, or for one team of --tensor-parallel")
     decoder = chosen.load(every_method=True)
-    for line in [*chosen.in_vain(), *decoder.notes]:
+    for line in chosen.notes(decoder):
         note(line)
     if not decoder.pair.tokenizer.chat_template:
         raise UserError("the target has no chat template, so it cannot chat: use dsbd generate")

@@ -125,7 +125,7 @@ def generate(
         tell("stdin is not read: the prompt is the argument (leave it out, or give -, to read stdin)")
     decoder = chosen.load(quiet=quiet)
     text = joined().agreed(text)
-    for line in [*chosen.in_vain(), *decoder.notes]:
+    for line in chosen.notes(decoder):
         tell(line)
     settings = decoder.settings
     events: Iterable[Event] = decoder.stream(text, settings)

@@ -81,7 +81,7 @@ def tune(
         note(f"stdin is not read: the prompts are those of {prompts} (give - instead to read stdin)")
     texts = _prompts(prompts)[: _QUICK_PROMPTS if quick else _PROMPTS]
     decoder = chosen.load()
-    for line in [*chosen.in_vain(), *decoder.notes]:
+    for line in chosen.notes(decoder):
         note(line)
 
     from dsbd_cli.presets import Preset, to_yaml

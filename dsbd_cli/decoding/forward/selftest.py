@@ -6,6 +6,7 @@ not enough: a handful of nodes is computed as a tree and as plain sequences, and
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -32,11 +33,13 @@ class Verdict(NamedTuple):
         refused: how many forwards disagreed with the model's own before one agreed.
         forward: what that one says of itself; where another stands in its place, the test is run again.
         notes: what the user was told of those that disagreed.
+        in_vain: those of them about a number format that was asked for.
     """
 
     refused: int
     forward: str
     notes: list[str]
+    in_vain: Sequence[str] = ()
 
 
 def refuse_unserved(model: Any) -> None:
