@@ -148,13 +148,13 @@ class HfTreeModel:
         """
         if self._served:
             return
-        refuse_unserved(self.model)
+        refuse_unserved(self.model, self.name)
         self._served = True  # the check itself runs forwards
         while wrong := check_tree(self, self.model, self.vocab_size):
             way = next(self._ways, None)
             if way is None:
                 self._served = False
-                raise refusal(self.model, wrong)
+                raise refusal(self.model, self.name, wrong)
             short = " with activations in 8 bits" if self._forward.int8_activations else ""
             name = f"{type(self._forward).__name__}{short}"
             self._refused += 1
