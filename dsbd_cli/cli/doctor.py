@@ -97,7 +97,7 @@ def _packages() -> dict[str, str]:
 def _devices() -> list[str]:
     import torch
 
-    from dsbd_cli.loading import processor
+    from dsbd_cli.loading import hung, processor
     from dsbd_cli.loading.hardware import choice, pick_dtype
     from dsbd_cli.prices import formats
 
@@ -114,6 +114,8 @@ def _devices() -> list[str]:
         ]
         auto = f"{', '.join(told)} (whichever is timed to be quicker), else {whole}"
     code = f"C code for {processor.level()}" if processor.can_compile() else "no C compiler, or DSBD_NATIVE=0"
+    if processor.can_compile() and (said := hung.remembered()) is not None:
+        code = f"no C code beyond what is compiled already: {said}"
     lines = [f"cpu: {torch.get_num_threads()} threads, {code}, dtype auto is {auto}"]
     for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
         about = torch.cuda.get_device_properties(index)
@@ -271,6 +273,7 @@ def _measure(preset: str) -> None:
         UserError: no such preset, a pair without a draft, or a cache folder that cannot be written.
     """
     from dsbd_cli.cli.options import Chosen
+    from dsbd_cli.loading import hung
     from dsbd_cli.loading.source import parse_source
     from dsbd_cli.prices import formats
 
@@ -283,6 +286,7 @@ def _measure(preset: str) -> None:
         formats.forget([parse_source(text).name for text in (spec.target, spec.draft) if text is not None])
     except OSError:
         raise lost from None
+    hung.forget()
     decoder = chosen.load()
     if decoder.prices.measured(again=True).prices is None:
         raise lost
