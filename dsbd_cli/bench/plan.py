@@ -19,8 +19,9 @@ from dsbd_cli.bench.methods import ONE_AT_A_TIME, parse_methods
 from dsbd_cli.bench.runner import Job, schedule
 from dsbd_cli.bench.sweep import Grid, parse_sweep
 from dsbd_cli.errors import UserError
+from dsbd_cli.names import near
 from dsbd_cli.paths import refuse_no_folder
-from dsbd_cli.settings import Settings, near
+from dsbd_cli.settings import Settings
 
 if TYPE_CHECKING:
     from dsbd_cli.cli.options import Chosen

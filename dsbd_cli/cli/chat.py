@@ -18,8 +18,9 @@ from dsbd_cli.cli.stdin import stdin_lines
 from dsbd_cli.errors import UserError
 from dsbd_cli.group import Group, joined
 from dsbd_cli.idle import in_vain
+from dsbd_cli.names import near
 from dsbd_cli.setting_text import parse_setting
-from dsbd_cli.settings import DRAFTING, FIELDS, METHODS, near
+from dsbd_cli.settings import DRAFTING, FIELDS, METHODS
 from dsbd_cli.tally import ratio
 from dsbd_cli.ui import waiting
 from dsbd_cli.ui.look import hanging, is_terminal, unicode_terminal

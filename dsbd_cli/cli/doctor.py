@@ -119,10 +119,8 @@ def _devices() -> list[str]:
     lines = [f"cpu: {torch.get_num_threads()} threads, {code}, dtype auto is {auto}"]
     for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
         about = torch.cuda.get_device_properties(index)
-        dtype = _dtype(pick_dtype("auto", torch.device("cuda", index)))
-        lines.append(
-            f"cuda:{index}: {about.name}, {about.total_memory / 2**30:.0f} GiB, dtype auto is {dtype}"
-        )
+        size, dtype = about.total_memory / 2**30, _dtype(pick_dtype("auto", torch.device("cuda", index)))
+        lines.append(f"cuda:{index}: {about.name}, {size:.0f} GiB, dtype auto is {dtype}")
     if torch.backends.mps.is_available():
         lines.append("mps: Apple GPU")
     return lines

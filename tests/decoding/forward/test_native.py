@@ -144,7 +144,7 @@ def test_a_compiler_that_hangs_is_waited_for_once_a_day(
         """How often it was called when all that is compiled was asked for."""
         before = calls.stat().st_size if calls.exists() else 0
         for source in ("kernels.c", "simd.c"):
-            with pytest.raises(subprocess.SubprocessError, match="had not ended after 0.2 s"):
+            with pytest.raises(subprocess.SubprocessError, match=r"had not ended after 0\.2 s"):
                 native.built(source)
         return calls.stat().st_size - before
 
