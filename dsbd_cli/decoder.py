@@ -68,8 +68,9 @@ class Decoder:
     @property
     def notes(self) -> list[str]:
         """What a user should know before anything is decoded: of the pair, and of a format asked for in vain."""
-        in_vain = self.pair.target.int8_activations and not self.target.int8_activations
-        return [*self.pair.notes, *(note for note in self.target.notes if in_vain and "8 bits" in note)]
+        asked = self.pair.target.int8_activations
+        in_vain = asked and not self.target.int8_activations  # asks the self-test, which tells why
+        return [*self.pair.notes, *(self.target.in_vain if in_vain else [])]
 
     def describe(self) -> dict[str, str]:
         """Which forward serves each model and which engine ran last, and why no other: a sentence each."""

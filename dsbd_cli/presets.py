@@ -15,7 +15,8 @@ import yaml
 
 from dsbd_cli.errors import UserError
 from dsbd_cli.loading.spec import SPEC_FIELDS, PairSpec
-from dsbd_cli.settings import FIELDS, MOST, SAMPLING_ONLY, Settings, near
+from dsbd_cli.names import near
+from dsbd_cli.settings import FIELDS, MOST, SAMPLING_ONLY, Settings
 from dsbd_cli.strict_yaml import means_itself, read_mapping, refuse
 
 DEFAULT_PRESET = "smol"

@@ -21,14 +21,22 @@ def encode(
     Text goes through the chat template where the model has one (unless `raw`); the template is then
     the only source of special tokens, so that BOS appears exactly once, and special words inside a
     turn are text. Without a template, and in `raw`, they are tokens. Messages that end with the
-    assistant's turn are gone on with. An empty text starts from BOS.
+    assistant's turn are gone on with.
+
+    An empty text starts from BOS, where a text is what the target goes on with. Under a template it would be a turn
+    in which nothing is asked, and whatever a model says to that is nonsense: refused, blanks too, but where `system`
+    may hold the question.
 
     Raises:
-        UserError: no BOS for an empty prompt, a template that refuses, ids out of the vocabulary,
+        UserError: nothing asked, no BOS for an empty prompt, a template that refuses, ids out of the vocabulary,
             a system turn for a model without a template, or beside one that the messages hold.
     """
     if isinstance(prompt, str):
         _check_text(prompt)
+        if is_blank(prompt) and tokenizer.chat_template and not settings.raw and not settings.system:
+            raise UserError(
+                "the prompt is empty: nothing is asked (with --raw, raw=True, the target starts from nothing)"
+            )
         if not prompt and not settings.system:
             return [_bos(tokenizer)], ["the prompt is empty: the target starts from its BOS token"]
         if settings.raw or not tokenizer.chat_template:
@@ -55,6 +63,11 @@ def encode(
     if min(items) < 0 or max(items) >= vocab_size:
         raise UserError(f"prompt token ids must lie in 0..{vocab_size - 1}, the target's vocabulary")
     return items, []
+
+
+def is_blank(prompt: Any) -> bool:
+    """Whether it is a text that says nothing."""
+    return isinstance(prompt, str) and not prompt.strip()
 
 
 def _check_text(text: Any) -> None:

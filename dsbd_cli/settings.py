@@ -6,13 +6,13 @@ One module, since every check reads the same list of fields.
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from dsbd_cli.errors import UserError
+from dsbd_cli.names import named, near
 
 METHODS = ("dsbd", "beam", "speculative", "specinfer", "multinomial")
 VERIFY_RULES = ("paper", "continue", "cover")
@@ -43,6 +43,7 @@ class _Default(int):
     """A default that yields to what is given beside it; the same number, given, would be an error."""
 
 
+@named("setting {}")
 @dataclass(frozen=True)
 class Settings:
     """Everything that decides what a method computes; field names are the option names.
@@ -82,7 +83,7 @@ class Settings:
         num_return: how many of the best beams to return.
 
     Raises:
-        UserError: a value out of its range, or values that exclude each other.
+        UserError: an unknown name, a value out of its range, or values that exclude each other.
     """
 
     method: str = "dsbd"
@@ -264,12 +265,6 @@ def _in_range(name: str, value: Any) -> None:
 def broken(text: str) -> bool:
     """Whether a text holds half a surrogate pair: how Python hands on bytes it cannot read, and JSON `"\\ud800"`."""
     return any("\ud800" <= char <= "\udfff" for char in text)
-
-
-def near(name: str, known: Any) -> str:
-    """` (did you mean X?)` for the closest known spelling, or an empty string."""
-    close = difflib.get_close_matches(name, list(known), n=1)
-    return f" (did you mean {close[0]}?)" if close else ""
 
 
 def _option(name: str) -> str:

@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 import yaml
 
 from dsbd_cli.errors import UserError
-from dsbd_cli.settings import near
+from dsbd_cli.names import near
 
 
 def read_mapping(

@@ -165,6 +165,23 @@ def test_a_long_prompt_is_no_matter_of_the_tokenizers_own_warning(tmp_path, capl
     assert caplog.records == []
 
 
+@pytest.mark.parametrize("prompt", ["", "  ", "\n\t "])
+def test_a_turn_in_which_nothing_is_asked_is_refused(tmp_path, tokenizer, prompt):
+    with pytest.raises(UserError, match="the prompt is empty: nothing is asked"):
+        ids(prompt, tokenizer)
+    # A text to go on with may be empty, and a system turn may hold the question.
+    raw = Settings(raw=True)
+    for one, how in ((tokenizer, raw), (builders.tok(tmp_path), PLAIN)):
+        assert ids(prompt, one, how) == (letters(one, prompt) or [BOS])
+    assert encode("", tokenizer, raw, builders.VOCAB)[1] == [
+        "the prompt is empty: the target starts from its BOS token"
+    ]
+    asked = ids(prompt, tokenizer, Settings(system="Name a river."))
+    assert asked == ids(
+        [{"role": "system", "content": "Name a river."}, {"role": "user", "content": prompt}], tokenizer
+    )
+
+
 @pytest.mark.parametrize("prompt", [b"abc", bytearray(b"abc"), None, 5])
 def test_what_is_no_prompt_is_refused(prompt, tokenizer):
     """Bytes are whole numbers too, but nobody means them as token ids."""

@@ -44,9 +44,9 @@ def form_of(path: Path) -> str:
 def read_items(path: Path, option: str = "--input ") -> tuple[list[Item], str]:
     """The prompts of a file and the SHA-256 of its bytes.
 
-    `.txt`: line i is prompt i, an empty line an empty prompt. `.jsonl`: a line is an object with
-    `prompt` (a text) or `messages` (a list of {role, content}) and, if wanted, an `id`; or simply a
-    JSON string. Other keys are left alone; blank lines are skipped.
+    `.txt`: line i is prompt i, an empty line an empty prompt (most targets refuse it: `prompts.encode`).
+    `.jsonl`: a line is an object with `prompt` (a text) or `messages` (a list of {role, content}) and,
+    if wanted, an `id`; or simply a JSON string. Other keys are left alone; blank lines are skipped.
 
     Args:
         option: what the file was named with, for errors; nothing where it is an argument.

@@ -83,7 +83,7 @@ def run_file(
         device = shard.device() if team.size == 1 else None  # a team has chosen its cards
         places: dict[str, Any] = {"target_device": device, "draft_device": device} if device else {}
         decoder = _as_begun(chosen, store.models, chosen.load(**places), places, output)
-        for line in [*chosen.in_vain(), *decoder.notes]:
+        for line in chosen.notes(decoder):
             tell(line)
         decoder.ready(settings)
         facts |= {"models": decoded_by(decoder), "weights": weights(decoder)}

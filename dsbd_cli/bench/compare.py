@@ -20,7 +20,7 @@ from dsbd_cli.bench.table import Column, Table
 from dsbd_cli.bench.terminal import in_width, table_text
 from dsbd_cli.bench.windows import clocks
 from dsbd_cli.errors import UserError
-from dsbd_cli.settings import near
+from dsbd_cli.names import near
 
 
 @dataclass(frozen=True)

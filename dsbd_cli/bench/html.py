@@ -75,7 +75,7 @@ def page(
 def _dataset(run: Run) -> str:
     names = {"spider": "Spider", "squad": "SQuAD", "mt-bench": "MT-Bench"}
     data = run["data"]
-    if data["kind"] == "jsonl":
+    if data["kind"] not in names:
         return str(data["label"])
     return f"{names[data['kind']]}{' (built-in sample)' if data['builtin'] else ''}"
 

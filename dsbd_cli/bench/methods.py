@@ -8,7 +8,7 @@ from typing import Any
 
 from dsbd_cli import idle
 from dsbd_cli.errors import UserError
-from dsbd_cli.settings import near
+from dsbd_cli.names import near
 
 # Name on the command line -> (method as the sweep knows it, settings that the name implies).
 METHODS: Mapping[str, tuple[str, dict[str, Any]]] = {

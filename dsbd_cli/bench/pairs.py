@@ -68,7 +68,8 @@ def compare(pairs: Sequence[Pair], clocked: Clocked, field: str, yes_no: bool) -
         "speed_whole": _rate(clocked.pairs, "new_tokens", "wall_s"),
         "joules_per_token": _rate(clocked.pairs, "energy_j", "new_tokens"),
         "score": _difference(*scores(pairs, field), yes_no, graded=field == "f1"),
-        "f1": _difference(*scores(pairs, "f1"), graded=True),
+        # Once, where it is the score itself.
+        "f1": _difference(*scores([] if field == "f1" else pairs, "f1"), graded=True),
         "logprob": _difference(*_logprobs(pairs)),
     }
     return found | {"clocks": clocked.note}

@@ -19,8 +19,9 @@ from dsbd_cli.bench.methods import ONE_AT_A_TIME, parse_methods
 from dsbd_cli.bench.runner import Job, schedule
 from dsbd_cli.bench.sweep import Grid, parse_sweep
 from dsbd_cli.errors import UserError
+from dsbd_cli.names import near
 from dsbd_cli.paths import refuse_no_folder
-from dsbd_cli.settings import Settings, near
+from dsbd_cli.settings import Settings
 
 if TYPE_CHECKING:
     from dsbd_cli.cli.options import Chosen
@@ -29,8 +30,8 @@ DEFAULT_SEED = 1
 DEFAULT_BASELINE = "beam"
 # Chosen so that a bench with nothing but --dataset ends well within ten minutes on two cores with the default
 # pair, which takes six seconds of one core for an answer of 48 tokens.
-DEFAULT_LIMITS = {"spider": 6, "squad": 6, "mt-bench": 3, "jsonl": 6}
-DEFAULT_TOKENS = {"spider": 48, "squad": 32, "mt-bench": 64, "jsonl": 64}
+DEFAULT_LIMITS = {"spider": 6, "squad": 6, "mt-bench": 3, "jsonl": 6, "prose": 6}
+DEFAULT_TOKENS = {"spider": 48, "squad": 32, "mt-bench": 64, "jsonl": 64, "prose": 64}
 MOST_SHOTS = 64
 # An example's answer is one line, and what follows is another question.
 LINE_END = ("\n",)
@@ -155,14 +156,17 @@ def make_plan(options: Options, chosen: Chosen) -> Plan:
         )
     elif not any(getattr(item, "references", True) for item in dataset.items):
         notes.append(f"{options.dataset} holds no references, so that scores stay n/a")
+    if dataset.kind == "prose":
+        notes.append(
+            f"the references of {options.dataset} are prose, which no answer matches exactly: the score is F1, the "
+            "words that a whole answer shares with them"
+        )
     _refuse_idle(options, dataset.kind, arms)
     if (options.judge_url is None) != (options.judge_model is None):
         raise UserError("--judge-url and --judge-model go together")
     if options.judge_url is not None and dataset.kind != "mt-bench":
         raise UserError("a judge rates MT-Bench only: leave out --judge-url")
-    out = options.out or Path(
-        f"bench-{dataset.kind if dataset.kind != 'jsonl' else Path(options.dataset).stem}"
-    )
+    out = options.out or Path(f"bench-{Path(options.dataset).stem if dataset.is_file else dataset.kind}")
     refuse_no_folder(out, "--out")
     baseline = _baseline(options.baseline, arms, out, notes)
     seed = DEFAULT_SEED if seed is None else seed
@@ -193,7 +197,7 @@ def _refuse_idle(options: Options, kind: str, arms: Sequence[Arm]) -> None:
     usual = Options(options.dataset)
     for name in ("keep_distinct", "sql_timeout"):
         if kind != "spider" and getattr(options, name) != getattr(usual, name):
-            raise UserError(f"--{name.replace('_', '-')} means nothing to {kind}: leave it out")
+            raise UserError(f"--{name.replace('_', '-')} means nothing to {options.dataset}: leave it out")
     if options.judge_url is None and options.judge_timeout != usual.judge_timeout:
         raise UserError(
             "--judge-timeout without a judge: leave it out, or give --judge-url and --judge-model"
@@ -207,7 +211,7 @@ def _shots(options: Options, dataset: Dataset) -> Shots | None:
     known = dataset.kind in DEFAULT_SHOTS
     if not known and options.shots:
         raise UserError(
-            f"--shots means nothing to {dataset.kind}: only {', '.join(DEFAULT_SHOTS)} have examples"
+            f"--shots means nothing to {options.dataset}: only {', '.join(DEFAULT_SHOTS)} have examples"
         )
     count = DEFAULT_SHOTS[dataset.kind] if known and options.shots is None else options.shots
     if not count:

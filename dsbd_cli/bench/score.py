@@ -16,6 +16,7 @@ PRIMARY: Mapping[str, tuple[str, str, bool]] = {
     "squad": ("exact_match", "exact match", True),
     "mt-bench": ("rating", "judge's rating (1 to 10)", False),
     "jsonl": ("exact_match", "exact match", True),
+    "prose": ("f1", "F1", False),
 }
 
 
@@ -40,6 +41,10 @@ class Scorer:
             return self._spider.switches()
         if self.kind in ("squad", "jsonl"):
             return {"rule": "SQuAD v1.1 exact match and F1 over the answer's first non-empty line"}
+        if self.kind == "prose":
+            return {
+                "rule": "SQuAD v1.1 F1 over the whole answer: no answer could match references that are prose"
+            }
         return {"rule": "judge's last well-formed [[rating]] from 1 to 10, mean over turns"}
 
     def faults(self, dataset: Dataset) -> dict[str, str]:
@@ -66,6 +71,8 @@ class Scorer:
                 "sql": verdict.sql,
                 "message": verdict.message[:500],
             }
+        if self.kind == "prose" and item.references:
+            return {"f1": squad.f1(answers[-1], item.references)}
         if isinstance(item, (SquadItem, PlainItem)) and item.references:
             answer = squad.answer_of(answers[-1])
             match = squad.exact_match(answer, item.references)

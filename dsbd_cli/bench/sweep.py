@@ -10,8 +10,9 @@ from typing import Any
 
 from dsbd_cli.bench.methods import COMMON, OF_METHOD, SWEEPABLE, parse_methods
 from dsbd_cli.errors import UserError
+from dsbd_cli.names import near
 from dsbd_cli.setting_text import parse_setting
-from dsbd_cli.settings import FIELDS, KINDS, check_value, near
+from dsbd_cli.settings import FIELDS, KINDS, check_value
 
 MOST_POINTS = 10_000  # no bench of more ever ends, and a mistyped range would fill the memory
 # Of more digits Python makes no number; so many make a range that is refused as too long.

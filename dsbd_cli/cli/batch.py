@@ -76,7 +76,7 @@ def _from_stdin(chosen: Chosen, tell: Callable[[str], None], json: bool, batch: 
     if chosen.team().shard.world > 1:
         raise UserError("--lines is for one process: under torchrun use --input and --output")
     decoder = chosen.load()
-    for line in [*chosen.in_vain(), *decoder.notes]:
+    for line in chosen.notes(decoder):
         tell(line)
     write = Out().write_json
     return run_lines(decoder, decoder.settings, arriving_lines, write, tell, json=json, batch=batch)

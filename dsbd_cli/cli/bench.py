@@ -14,8 +14,8 @@ from dsbd_cli.bench.extra import need_extra
 from dsbd_cli.cli.options import Chosen, decoding_options
 from dsbd_cli.cli.output import Out
 from dsbd_cli.errors import UserError
+from dsbd_cli.names import near
 from dsbd_cli.paths import refuse_no_folder
-from dsbd_cli.settings import near
 from dsbd_cli.ui import waiting
 from dsbd_cli.ui.look import columns_of
 

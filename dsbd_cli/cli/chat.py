@@ -18,8 +18,9 @@ from dsbd_cli.cli.stdin import stdin_lines
 from dsbd_cli.errors import UserError
 from dsbd_cli.group import Group, joined
 from dsbd_cli.idle import in_vain
+from dsbd_cli.names import near
 from dsbd_cli.setting_text import parse_setting
-from dsbd_cli.settings import DRAFTING, FIELDS, METHODS, near
+from dsbd_cli.settings import DRAFTING, FIELDS, METHODS
 from dsbd_cli.tally import ratio
 from dsbd_cli.ui import waiting
 from dsbd_cli.ui.look import hanging, is_terminal, unicode_terminal
@@ -56,7 +57,7 @@ def chat(
     if chosen.team().shard.world > 1:
         raise UserError("a chat is for one process, or for one team of --tensor-parallel")
     decoder = chosen.load(every_method=True)
-    for line in [*chosen.in_vain(), *decoder.notes]:
+    for line in chosen.notes(decoder):
         note(line)
     if not decoder.pair.tokenizer.chat_template:
         raise UserError("the target has no chat template, so it cannot chat: use dsbd generate")

@@ -98,7 +98,7 @@ def _devices() -> list[str]:
     import torch
 
     from dsbd_cli.decoding.forward import simd
-    from dsbd_cli.loading import processor
+    from dsbd_cli.loading import hung, processor
     from dsbd_cli.loading.hardware import choice, pick_dtype
     from dsbd_cli.prices import formats
 
@@ -115,13 +115,13 @@ def _devices() -> list[str]:
         ]
         auto = f"{', '.join(told)} (whichever is timed to be quicker), else {whole}"
     code = f"C code for {simd.level_here()}" if processor.can_compile() else "no C compiler, or DSBD_NATIVE=0"
+    if processor.can_compile() and (said := hung.remembered()) is not None:
+        code = f"no C code beyond what is compiled already: {said}"
     lines = [f"cpu: {torch.get_num_threads()} threads, {code}, dtype auto is {auto}"]
     for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
         about = torch.cuda.get_device_properties(index)
-        dtype = _dtype(pick_dtype("auto", torch.device("cuda", index)))
-        lines.append(
-            f"cuda:{index}: {about.name}, {about.total_memory / 2**30:.0f} GiB, dtype auto is {dtype}"
-        )
+        size, dtype = about.total_memory / 2**30, _dtype(pick_dtype("auto", torch.device("cuda", index)))
+        lines.append(f"cuda:{index}: {about.name}, {size:.0f} GiB, dtype auto is {dtype}")
     if torch.backends.mps.is_available():
         lines.append("mps: Apple GPU")
     return lines
@@ -272,6 +272,7 @@ def _measure(preset: str) -> None:
         UserError: no such preset, a pair without a draft, or a cache folder that cannot be written.
     """
     from dsbd_cli.cli.options import Chosen
+    from dsbd_cli.loading import hung
     from dsbd_cli.loading.source import parse_source
     from dsbd_cli.prices import formats
 
@@ -284,6 +285,7 @@ def _measure(preset: str) -> None:
         formats.forget([parse_source(text).name for text in (spec.target, spec.draft) if text is not None])
     except OSError:
         raise lost from None
+    hung.forget()
     decoder = chosen.load()
     if decoder.prices.measured(again=True).prices is None:
         raise lost

@@ -12,7 +12,7 @@ import typer
 
 from dsbd_cli.batch import AUTO
 from dsbd_cli.cli.options import Chosen, decoding_options
-from dsbd_cli.cli.output import Out, StdoutError, figures, note
+from dsbd_cli.cli.output import Out, StdoutError, figures, note, print_answer
 from dsbd_cli.cli.stdin import read_prompt, text_waits
 from dsbd_cli.errors import UserError
 from dsbd_cli.group import joined
@@ -125,7 +125,7 @@ def generate(
         tell("stdin is not read: the prompt is the argument (leave it out, or give -, to read stdin)")
     decoder = chosen.load(quiet=quiet)
     text = joined().agreed(text)
-    for line in [*chosen.in_vain(), *decoder.notes]:
+    for line in chosen.notes(decoder):
         tell(line)
     settings = decoder.settings
     events: Iterable[Event] = decoder.stream(text, settings)
@@ -140,7 +140,7 @@ def generate(
             result = show(events, decoder, text)
         else:
             stream = not (json or no_stream) and settings.num_return == 1
-            result = plain(events, tell, stream=stream, keep=not json, show_tokens=show_tokens)
+            result = plain(events, tell, stream=stream, keep=not json, show_tokens=show_tokens, wrap=True)
             write_answer(result, json=json, streamed=stream)
         if stats:
             print_stats(result)
@@ -206,8 +206,10 @@ def write_answer(result: Result, *, json: bool, streamed: bool) -> None:
     elif result.settings.num_return > 1:
         for beam in result.beams:
             out.write_json(encoder.dumps(beam.text, ensure_ascii=False) + "\n")
+    elif streamed:
+        out.write("\n")
     else:
-        out.write("\n" if streamed else result.text + "\n")
+        print_answer(result.text)
 
 
 def print_stats(result: Result) -> None:

@@ -223,12 +223,16 @@ class Chosen:
                 base = base.replace(draft_revision=None, draft_vocab=0)
         return base.replace(**self.spec), settings.merged(self.settings)
 
-    def in_vain(self) -> list[str]:
-        """A line for each reason for which options that were given change nothing (`dsbd_cli/idle.py`)."""
+    def notes(self, decoder: Decoder) -> list[str]:
+        """What a user should know before anything is decoded.
+
+        A line for each reason for which options that were given change nothing (`dsbd_cli/idle.py`), then the
+        decoder's own notes.
+        """
         from dsbd_cli.idle import in_vain
 
         _, settings = self.resolve()
-        return in_vain(settings, self.settings)
+        return [*in_vain(settings, self.settings), *decoder.notes]
 
     def sources(self) -> dict[str, Any]:
         """The models asked for, in a form that changes when their files do (`loading/stamp.py`).

@@ -80,6 +80,13 @@ class Out:
         sys.stdout.flush()
 
 
+def print_answer(text: str) -> None:
+    """A whole answer and a line end on stdout, broken between words at a terminal. Raises like `Out.write`."""
+    out = Out(wrap=True)
+    out.write(text + "\n")
+    out.finish()
+
+
 def note(line: str) -> None:
     """A note for the person at the terminal; never on stdout."""
     line = f"dsbd: {line}"

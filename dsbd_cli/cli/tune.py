@@ -81,7 +81,7 @@ def tune(
         note(f"stdin is not read: the prompts are those of {prompts} (give - instead to read stdin)")
     texts = _prompts(prompts)[: _QUICK_PROMPTS if quick else _PROMPTS]
     decoder = chosen.load()
-    for line in [*chosen.in_vain(), *decoder.notes]:
+    for line in chosen.notes(decoder):
         note(line)
 
     from dsbd_cli.presets import Preset, to_yaml
@@ -131,9 +131,10 @@ def _prompts(source: str | None) -> list[Prompt]:
         return list(lines)
     if source is not None:
         from dsbd_cli.batch.items import read_items
+        from dsbd_cli.prompts import is_blank
 
         items, _ = read_items(Path(source), option="")
-        kept: list[Prompt] = [item.prompt for item in items if item.prompt]
+        kept: list[Prompt] = [item.prompt for item in items if not is_blank(item.prompt)]
         if not kept:
             raise UserError(f"{source} holds no prompt")
         return kept

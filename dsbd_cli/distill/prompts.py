@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from dsbd_cli.errors import UserError
-from dsbd_cli.prompts import encode
+from dsbd_cli.prompts import encode, is_blank
 from dsbd_cli.settings import Settings
 
 _MARK = "\u2063dsbd\u2063"
@@ -50,7 +50,7 @@ def read_prompts(path: Path) -> list[Prompt]:
                 if "messages" in record
                 else record["prompt"]
             )
-            if not text or not isinstance(text, (str, tuple)):
+            if not text or is_blank(text) or not isinstance(text, (str, tuple)):
                 raise TypeError
         except (ValueError, KeyError, TypeError, RecursionError):
             raise UserError(f'{path}:{number}: expected a JSON object with "prompt" or "messages"') from None

@@ -17,7 +17,8 @@ from tqdm import tqdm
 from dsbd_cli.bench.measure import seed_of
 from dsbd_cli.cli.options import PARAMETERS, chosen_from
 from dsbd_cli.errors import UserError
-from dsbd_cli.settings import Settings, near
+from dsbd_cli.names import near
+from dsbd_cli.settings import Settings
 
 LOG = logging.getLogger(__name__)
 DEFAULT_SEED, DEFAULT_DEVICE = 1, "cuda:0"

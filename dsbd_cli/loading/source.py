@@ -18,7 +18,7 @@ from typing import Literal
 from dsbd_cli.errors import UserError
 from dsbd_cli.loading import gguf_cache, wheel
 from dsbd_cli.loading.cache import is_built
-from dsbd_cli.settings import near
+from dsbd_cli.names import near
 
 Kind = Literal["folder", "hub", "gguf", "wheel", "embedded"]
 SHARED_WEIGHTS = "layers.int8.safetensors"

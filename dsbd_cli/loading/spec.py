@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dsbd_cli.errors import UserError
-from dsbd_cli.settings import near
+from dsbd_cli.names import named, near
 
 DTYPES = ("auto", "float32", "bfloat16", "float16", "int8")
 QUANTIZATIONS = ("8bit", "4bit")
@@ -24,6 +24,7 @@ _DTYPE_ALIASES = {
 _DEVICE = re.compile(r"auto|cpu|mps|cuda(:(0|[1-9][0-9]?))?")  # torch itself ends at two digits
 
 
+@named("option {} of a pair")
 @dataclass(frozen=True)
 class PairSpec:
     """Sources, devices and dtypes of a pair; nothing is looked up yet.
@@ -41,7 +42,7 @@ class PairSpec:
         draft_vocab: how many ids the draft proposes on a CPU, the first ones (`vocabulary.py`); 0: all.
 
     Raises:
-        UserError: a value that no field takes.
+        UserError: a name that is no field's, or a value that no field takes.
     """
 
     target: str
@@ -100,9 +101,6 @@ class PairSpec:
         Raises:
             UserError: unknown field or bad value.
         """
-        for name in given:
-            if name not in SPEC_FIELDS:
-                raise UserError(f"unknown option {name!r} of a pair{near(name, SPEC_FIELDS)}")
         return dataclasses.replace(self, **given)
 
     def to_dict(self) -> dict[str, Any]:

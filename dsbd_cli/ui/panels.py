@@ -30,7 +30,7 @@ def show(events: Iterable[Event], decoder: Decoder, prompt_text: str) -> Result:
         Stopped: Ctrl-C. It, and whatever decoding raises, comes after the terminal is given back and
             the text so far is printed.
     """
-    from dsbd_cli.cli.output import Out, note
+    from dsbd_cli.cli.output import note, print_answer
 
     stream = panel_stream()
     if stream is None:
@@ -48,8 +48,8 @@ def show(events: Iterable[Event], decoder: Decoder, prompt_text: str) -> Result:
             note(line)
         if result is None and monitor.tokens:
             # Ctrl-C, or a run that broke: what there is of an answer stays.
-            Out().write(monitor.confirmed + monitor.contested() + "\n")
-    Out().write(result.text + "\n")
+            print_answer(monitor.confirmed + monitor.contested())
+    print_answer(result.text)
     note(summary(result, room()))
     if NO_FOREST_PAYS in result.stats.notes:
         note(NO_FOREST_PAYS)

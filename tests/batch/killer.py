@@ -32,8 +32,8 @@ class Loaded:
     def resolve(self) -> tuple[Any, Settings]:
         return None, self._settings
 
-    def in_vain(self) -> list[str]:
-        return []
+    def notes(self, decoder: Decoder) -> list[str]:
+        return decoder.notes
 
     def sources(self) -> dict[str, Any]:
         return {}

@@ -212,6 +212,26 @@ def test_faults_of_a_file_of_prompts(tmp_path, content, words):
         plain.load(write(tmp_path / "mine.jsonl", content))
 
 
+@pytest.mark.parametrize(
+    ("references", "kind"),
+    [
+        ([None, None], "jsonl"),
+        (["Paris", None], "jsonl"),
+        (["It is Paris, the capital of France since the year of 987 or so."], "prose"),
+        (["Paris.\n\nIt lies on the Seine."], "prose"),
+        (["Paris\n"], "jsonl"),
+        ([["Paris", "a b\nc"]], "jsonl"),  # the short one can be matched
+        (["one\ntwo", "Paris"], "jsonl"),
+        (["one\ntwo", None, "Paris", "three\nfour"], "prose"),
+    ],
+)
+def test_whether_answers_can_match_a_files_references(tmp_path, references, kind):
+    lines = [json.dumps({"prompt": "x"} | ({} if one is None else {"references": one})) for one in references]
+    loaded = load_dataset(str(write(tmp_path / "mine.jsonl", "\n".join(lines))), None, tmp_path)
+    assert loaded.kind == kind
+    assert loaded.is_file
+
+
 def test_a_text_file_is_a_prompt_a_line(tmp_path):
     loaded = load_dataset(str(write(tmp_path / "mine.txt", "one\r\n\n  two \u2028 b\n")), None, tmp_path)
     assert [(item.id, item.prompt, item.references) for item in loaded.items] == [

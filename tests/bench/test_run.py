@@ -368,6 +368,40 @@ def test_ratings_that_nobody_will_give_are_told_at_the_start(tmp_path):
     assert not any("nobody rates" in note for note in [*judged.notes, *plan(tmp_path / "out").notes])
 
 
+def test_references_that_are_prose_are_scored_by_the_words_of_whole_answers(tmp_path):
+    """An exact match would be 0 in every row, whatever the answers are worth."""
+
+    class Prose(FakeBackend):
+        def answer(self, arm, prompt_ids, seed):
+            found = super().answer(arm, prompt_ids, seed)
+            found.text = "The sky is blue.\nLight of that colour is scattered most."
+            return found
+
+    file = tmp_path / "mine.jsonl"
+    said = "The sky is blue because of air.\nBlue light is scattered most."
+    file.write_text("".join(json.dumps({"prompt": f"why {i}?", "references": said}) + "\n" for i in range(3)))
+    made = plan(tmp_path / "out", dataset=str(file), methods="beam,dsbd")
+    assert [note for note in made.notes if "are prose" in note]
+    run(made, Prose())
+    (summary,) = json.loads((tmp_path / "out" / "summary.json").read_text())["runs"]
+    assert summary["primary"] == ["f1", "F1", False]
+    assert "whole answer" in summary["rule"]["rule"]
+    words = ["sky", "is", "blue", "because", "of", "air", "blue", "light", "is", "scattered", "most"]
+    given = ["sky", "is", "blue", "light", "of", "that", "colour", "is", "scattered", "most"]
+    same = len(given) - len({"that", "colour"})
+    wanted = 2 * same / (len(words) + len(given))
+    for arm in summary["arms"].values():
+        assert arm["score"]["value"] == pytest.approx(wanted)
+        assert arm["f1"] is None  # once
+        assert arm["outcomes"] is None
+    against = summary["arms"]["dsbd"]["against_baseline"] or summary["arms"]["beam"]["against_baseline"]
+    assert against["score"]["items"] == 3
+    assert against["f1"]["value"] is None
+    table = (tmp_path / "out" / "tables" / "results.md").read_text()
+    assert "exact" not in table
+    assert "mean F1 over items" in (tmp_path / "out" / "report.html").read_text()
+
+
 def test_arms_that_drafted_nothing_are_named(tmp_path):
     class Undrafted(FakeBackend):
         def answer(self, arm, prompt_ids, seed):

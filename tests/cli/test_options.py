@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json as encoder
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -193,6 +194,26 @@ def test_an_empty_prompt_starts_from_bos(
     tokenizer.bos_token = None
     tokenizer.save_pretrained(str(without))
     dsbd("generate", *pair(str(without)), *arguments, stdin=stdin).refused("empty", "BOS")
+
+
+def test_an_empty_prompt_is_refused_where_a_turn_would_ask_nothing(
+    dsbd: Call, models: Models, tmp_path: Path
+) -> None:
+    target = pair(template_model(models, tmp_path / "t", "{{ messages[0].content }}"))
+    for arguments, stdin in ([""], b""), ([" \t"], b""), ([], b""), ([], b"\n"), (["-"], b" \r\n"):
+        dsbd("generate", *target, *arguments, stdin=stdin).refused("the prompt is empty", "--raw")
+    assert dsbd("generate", *target, "", "--raw").out == b"A\n"
+    # Line i of the output belongs to line i of the input.
+    ran = dsbd("generate", *target, "--lines", stdin=b"a\n\nb\n  \n")
+    assert (ran.code, ran.out) == (2, b'"A"\nnull\n"A"\nnull\n')
+    assert "2 of 4 prompts were refused; line 2: the prompt is empty" in ran.err
+    (tmp_path / "p.txt").write_text("a\n\n")
+    ran = dsbd("generate", *target, "--input", tmp_path / "p.txt", "--output", tmp_path / "o.jsonl")
+    assert ran.code == 2
+    assert "1 of 2 prompts were refused; the others are done" in ran.err
+    records = [encoder.loads(line) for line in (tmp_path / "o.jsonl").read_text().splitlines()]
+    assert records[0]["text"] == "A"
+    assert records[1]["error"].startswith("the prompt is empty")
 
 
 def test_prompts_that_are_not_text(dsbd: Call, rand_pair: list[str]) -> None:

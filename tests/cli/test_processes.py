@@ -169,6 +169,25 @@ def test_panels_on_a_real_pair_leave_the_answer_and_a_summary(models: Models, co
     assert len(summary) <= columns
 
 
+LONG = "It was the best of times, it was the worst of times, it was the age of wisdom"
+
+
+@pytest.mark.parametrize("how", [[], ["-q"], ["--no-stream"]])
+def test_an_answer_at_a_terminal_is_broken_between_words(models: Models, how: list[str]) -> None:
+    target = pair(models("parrot", "hi", LONG))
+    terminal = Terminal(program("generate", "hi", *target, "--seed", "1", *how), columns=40,
+                        env=environment(TERM="xterm", LANG="C.UTF-8"))  # fmt: skip
+    assert terminal.finish() == 0
+    begin = "It was the best of times, it was the\nworst of times, it was the age of wisdom\n"
+    assert begin in terminal.after_panels
+
+
+def test_an_answer_in_a_pipe_is_not_broken(models: Models) -> None:
+    command = program("generate", "hi", *pair(models("parrot", "hi", LONG)), "--seed", "1")
+    done = subprocess.run(command, env=environment(COLUMNS="40", TERM="xterm"), capture_output=True)
+    assert done.stdout.decode() == LONG + "\n"
+
+
 def test_a_dumb_terminal_gets_the_plain_stream(models: Models) -> None:
     terminal = Terminal(program("generate", "hi", *pair(models("says", "A", "B")), "--seed", "1"),
                         env=environment(TERM="dumb"))  # fmt: skip

@@ -75,6 +75,11 @@ def test_prompts_come_from_stdin_too(dsbd: Call, options: list[str]) -> None:
         assert ran.code == 0, ran.err
 
 
+def test_lines_that_ask_nothing_are_no_prompts(tmp_path: Path) -> None:
+    (tmp_path / "p.txt").write_text("one\n\n  \ntwo\n")
+    assert tune._prompts(str(tmp_path / "p.txt")) == ["one", "two"]
+
+
 @pytest.mark.parametrize(
     ("more", "words"),
     [

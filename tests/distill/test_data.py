@@ -102,7 +102,16 @@ def test_prompts_of_all_forms(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "line", ["not json", "[]", "{}", '{"prompt": 3}', '{"messages": [{"role": "user"}]}', '{"prompt": ""}']
+    "line",
+    [
+        "not json",
+        "[]",
+        "{}",
+        '{"prompt": 3}',
+        '{"messages": [{"role": "user"}]}',
+        '{"prompt": ""}',
+        '{"prompt": " "}',
+    ],
 )
 def test_a_bad_prompt_line_is_named(tmp_path: Path, line: str) -> None:
     (tmp_path / "p.jsonl").write_text('{"prompt": "fine"}\n' + line, encoding="utf-8")

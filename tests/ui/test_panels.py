@@ -19,6 +19,7 @@ from dsbd_cli.ui.look import panel_stream, unicode_terminal
 from dsbd_cli.ui.painter import DRAWS_PER_SECOND, Painter
 from dsbd_cli.ui.safe import escaped
 from dsbd_cli.ui.snapshot import Snapshot
+from dsbd_cli.ui.wrapping import Wrapping
 from tests.terminal import Terminal
 from tests.ui.fake import FakeDecoder, stream
 
@@ -73,7 +74,7 @@ def test_the_panels_vanish_and_the_plain_answer_stays() -> None:
     assert terminal.output.rindex(b"\x1b[?25h") > terminal.output.rindex(b"\x1b[?25l")
     # Not through `text`: the model's own escape codes are shown, not sent.
     rest = terminal.output.rpartition(b"\x1b[?1049l")[2].replace(b"\r\n", b"\n").decode()
-    assert escaped(answer(40)) + "\n" in rest
+    assert Wrapping(100).push(escaped(answer(40)) + "\n") in rest
     assert "\x1b[31m" in answer(40)
     assert "\x1b" not in rest
     assert "40 tokens in 2.0 s, 20.0 tok/s" in rest

@@ -38,3 +38,14 @@ def test_what_fits_on_no_line_and_wide_characters_are_not_held_back() -> None:
     assert wrapping.push("\u4f60" * 5) == "\u4f60" * 5
     assert wrapping.push(" c") == ""
     assert wrapping.finish() == " c"
+
+
+@pytest.mark.parametrize("fence", ["```", "~~~"])
+def test_fenced_code_is_the_terminal_s_to_break(fence: str) -> None:
+    code = f"  {fence}python\n    return the very long line that was asked for\n~~ {fence}\n  {fence}\n"
+    text = f"here is code:\n{code}and prose\nthat goes on and on"
+    shown = wrapped(text, 12, 3)
+    assert code in shown
+    before, _, behind = shown.partition(code)
+    assert before == "here is\ncode:\n"
+    assert behind == "and prose\nthat goes on\nand on"

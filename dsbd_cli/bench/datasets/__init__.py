@@ -6,7 +6,7 @@ from pathlib import Path
 
 from dsbd_cli.bench.datasets.records import Dataset
 from dsbd_cli.errors import UserError
-from dsbd_cli.settings import near
+from dsbd_cli.names import near
 
 KINDS = ("spider", "squad", "mt-bench")
 

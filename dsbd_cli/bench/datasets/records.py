@@ -150,7 +150,7 @@ class Dataset:
     """Checked data, ready to be asked.
 
     Attributes:
-        kind: `spider`, `squad`, `mt-bench` or `jsonl`: decides the score.
+        kind: `spider`, `squad`, `mt-bench`, or of a user's file `jsonl` or `prose`: decides the score.
         label: how outputs name it; says "built-in sample" where it is one.
         source: where it was read from.
         items: in the order they are asked.
@@ -175,7 +175,13 @@ class Dataset:
         "squad": ("\n",),
         "mt-bench": ("### Human",),
         "jsonl": (),
+        "prose": (),
     }
+
+    @property
+    def is_file(self) -> bool:
+        """Whether it is a user's own file."""
+        return self.kind in ("jsonl", "prose")
 
     @property
     def raw_stops(self) -> tuple[str, ...]:

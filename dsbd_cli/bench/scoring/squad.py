@@ -7,6 +7,9 @@ import string
 from collections import Counter
 from collections.abc import Sequence
 
+# An answer of more words than that matches another's words by accident only.
+_SHORT = 10
+
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
 
@@ -30,6 +33,12 @@ def f1(prediction: str, references: Sequence[str]) -> float:
     """Best token F1 over the references, in 0..1. Raises like `exact_match`."""
     _require(references)
     return max(_f1(prediction, reference) for reference in references)
+
+
+def is_prose(reference: str) -> bool:
+    """Whether a reference is so long that nothing but itself would match it: several lines, or many words."""
+    lines = [line for line in reference.splitlines() if line.strip()]
+    return len(lines) > 1 or len(normalize(reference).split()) > _SHORT
 
 
 def answer_of(text: str) -> str:

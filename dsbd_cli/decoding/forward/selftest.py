@@ -6,6 +6,7 @@ not enough: a handful of nodes is computed as a tree and as plain sequences, and
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -32,15 +33,20 @@ class Verdict(NamedTuple):
         refused: how many forwards disagreed with the model's own before one agreed.
         forward: what that one says of itself; where another stands in its place, the test is run again.
         notes: what the user was told of those that disagreed.
+        in_vain: those of them about a number format that was asked for.
     """
 
     refused: int
     forward: str
     notes: list[str]
+    in_vain: Sequence[str] = ()
 
 
-def refuse_unserved(model: Any) -> None:
+def refuse_unserved(model: Any, name: str) -> None:
     """Refuse, by name, what is known not to be a tree of key/value slots.
+
+    Args:
+        name: as the user knows it; a config's own is where its files were found, in a cache perhaps.
 
     Raises:
         UserError: ALiBi, recurrent or chunked layers, encoder-decoder models, masks of their own.
@@ -51,7 +57,7 @@ def refuse_unserved(model: Any) -> None:
     if reason is None and others:
         reason = f"{config.model_type} has layers of kind {others[0]}"
     if reason is not None:
-        raise UserError(f"{_name(model)}: {reason}, so a tree of sequences does not serve it; {WHAT_WORKS}")
+        raise UserError(f"{name}: {reason}, so a tree of sequences does not serve it; {WHAT_WORKS}")
 
 
 def check_tree(tree: Any, model: Any, vocab_size: int) -> str | None:
@@ -112,13 +118,9 @@ def _plain(model: Any, sequences: list[list[int]], vocab_size: int, device: torc
     return torch.cat(rows)
 
 
-def refusal(model: Any, detail: str) -> UserError:
-    """The error for a model that fails `check_tree`."""
+def refusal(model: Any, name: str, detail: str) -> UserError:
+    """The error for a model that fails `check_tree`; `name` as for `refuse_unserved`."""
     return UserError(
-        f"{_name(model)}: a tree of sequences does not compute like single sequences on {model.config.model_type} "
+        f"{name}: a tree of sequences does not compute like single sequences on {model.config.model_type} "
         f"({detail}); {WHAT_WORKS}"
     )
-
-
-def _name(model: Any) -> str:
-    return str(model.config.name_or_path or type(model).__name__)

@@ -170,7 +170,7 @@ def demand_of(settings: Settings, drafts: bool) -> Demand:
         draft_processor=None if takes_most_probable(settings) else draft_processor(settings),
         distinct=draws_distinct(settings),
         search=settings.deterministic,
-        continues=draws_tested(settings) > 1 and settings.verify == "continue",
+        continues=settings.method == "dsbd" and settings.verify == "continue" and draws_tested(settings) > 0,
         recalls=not plain and forest_is_free(settings),
         tree=tree,
         tree_rule=settings.tree_rule if tree else "",

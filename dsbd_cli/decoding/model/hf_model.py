@@ -60,6 +60,7 @@ class HfTreeModel:
     Attributes:
         calls: forwards since the last `prefill`, that one left out.
         notes: what a user should know about how this model was run.
+        in_vain: those of them that say why a number format that was asked for is not computed in.
         tree, logits: the tree it has computed, and the logits of its nodes.
         clock: how much of the consumer's time the device works.
     """
@@ -99,6 +100,8 @@ class HfTreeModel:
         self.max_positions = max_positions or getattr(model, "max_positions", None) or context_limit(module)
         self.calls = 0
         self.notes: list[str] = []
+        self.in_vain: list[str] = []
+        self._disagreed: list[str] = []
         self.logits = LogitStore(f"the {role} model ({self.name})", self.dtype, self.vocab_size, ids)
         self.clock = OverlapClock()
         self.graphs: GraphForward | None = None
@@ -122,15 +125,18 @@ class HfTreeModel:
         if tested is not None and first is not None and first.describe() == tested.forward:
             self._served, self._refused = True, tested.refused
             self.notes += tested.notes
+            self._disagreed += tested.notes
+            self.in_vain += tested.in_vain
         elif tested is not None or first is None:  # not the machine that it was: ask again
             self._ways = backends.candidates(module, **wanted)
             first = next(self._ways)
         self._use(first)
-        if int8_activations and not first.int8_activations:
-            self.notes.append(
+        if int8_activations and not first.int8_activations and not self.in_vain:
+            self.in_vain.append(
                 f"{role}: no activation is rounded to 8 bits: that is for Llama-like models with 4-bit blocks "
                 f"({backends.why_no_int8_activations(module)})"
             )
+            self.notes += self.in_vain
         if self.device.type == "cpu" and (reason := backends.why_no_code()) is not None:
             self.notes.append(f"{role}: slower, for there is no code in C: {reason}")
 
@@ -142,19 +148,21 @@ class HfTreeModel:
         """
         if self._served:
             return
-        refuse_unserved(self.model)
+        refuse_unserved(self.model, self.name)
         self._served = True  # the check itself runs forwards
         while wrong := check_tree(self, self.model, self.vocab_size):
             way = next(self._ways, None)
             if way is None:
                 self._served = False
-                raise refusal(self.model, wrong)
+                raise refusal(self.model, self.name, wrong)
             short = " with activations in 8 bits" if self._forward.int8_activations else ""
             name = f"{type(self._forward).__name__}{short}"
             self._refused += 1
-            self.notes.append(
-                f"{self.role}: {name} is not used, it disagrees with the model's own forward ({wrong})"
-            )
+            note = f"{self.role}: {name} is not used, it disagrees with the model's own forward ({wrong})"
+            self.notes.append(note)
+            self._disagreed.append(note)
+            if self._forward.int8_activations:
+                self.in_vain.append(note)
             self._use(way)
         self._ways = iter(())  # lets go of what was tried
 
@@ -165,8 +173,8 @@ class HfTreeModel:
             UserError: the architecture is not served.
         """
         self.require_tree()
-        told = [note for note in self.notes if " is not used, it disagrees " in note]
-        return Verdict(self._refused, self._forward.describe(), told)
+        in_vain = [note for note in self._disagreed if note in self.in_vain]
+        return Verdict(self._refused, self._forward.describe(), self._disagreed, in_vain)
 
     def keep_packed(self, place: Place) -> None:
         """Keep the weights as the chosen forward reads them, where it is one that packs them in C."""

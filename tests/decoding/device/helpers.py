@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -74,6 +75,7 @@ TESTED: dict[str, dict[str, Any]] = {
     "paper greedy": {"verify": "paper", "temperature": 0.0},
     "continue dynamic": {"verify": "continue", "threshold": 0.8, "min_width": 2, "draft_width": 8},
     "continue wide": {"verify": "continue", "threshold": None, "width": 6, "draft_width": 9, "gamma": 5},
+    "continue one draw": {"verify": "continue", "threshold": None, "draft_width": 1, "top_k": 2},
     "distinct paper": {"verify": "paper", "draws": "distinct", "threshold": None, "draft_width": 6},
     "distinct continue": {"verify": "continue", "draws": "distinct", "threshold": None},
     "distinct few": {"verify": "continue", "draws": "distinct", "threshold": None, "top_k": 4, "top_p": 0.8},
@@ -193,15 +195,23 @@ def recall(run: Run, proposer: Recalling) -> None:
 
 
 def told(models: Trees, settings: Settings, seed: int, **more: Any) -> Any:
-    """Everything that was decided, event by event, and the live slots at the end."""
+    """Everything that was decided, event by event, the target's calls, the live slots at the end, and spared calls.
+
+    Those are of iterations that had nothing to compute: of known beams, with no forest or one of ends. (The first one
+    starts from the prompt's logits: a device does not come into it.)
+    """
     run = begun(models, settings, seed, **more)
     events: list[Any] = []
+    calls = []
     for event in decode(run, settings):
         draws = getattr(event, "draws", None)
         events.append([node.tokens() for node in (event.active if draws is None else draws)])
         events.append(getattr(event, "verdicts", None))
+        if draws is None:
+            calls.append(models[0].calls)
     live = [model.tree.slots.live for model in models]
-    return events, [node.tokens() for node in run.hypotheses.ranking()], models[0].calls, live
+    spared = sum(before == after for before, after in pairwise(calls))
+    return events, [node.tokens() for node in run.hypotheses.ranking()], models[0].calls, live, spared
 
 
 def finished(models: Trees, settings: Settings, seed: int, **more: Any) -> Run:

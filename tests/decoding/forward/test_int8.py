@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from dsbd_cli.decoding.cache.buffers import KVBuffer
 from dsbd_cli.decoding.forward import simd
+from dsbd_cli.decoding.forward.selftest import Verdict
 from dsbd_cli.decoding.model.hf_model import HfTreeModel
 from dsbd_cli.decoding.tree.sequences import Node
 from tests.decoding.forward.test_amx import KINDS, far, make, plain, run, tree
@@ -222,10 +224,25 @@ def test_why_none_is_rounded_is_said_as_it_is(monkeypatch: pytest.MonkeyPatch, w
 
 
 def test_one_that_the_self_test_refuses_is_not_what_it_computes_in(monkeypatch: pytest.MonkeyPatch) -> None:
-    runner = HfTreeModel(quantised("llama"), vocab_size=272, int8_activations=True)
+    model = quantised("llama")
+    runner = HfTreeModel(model, vocab_size=272, int8_activations=True)
     monkeypatch.setattr(
         "dsbd_cli.decoding.model.hf_model.check_tree",
         lambda tree, *_: "off" if tree._forward.int8_activations else None,
     )
     assert not runner.int8_activations
     assert "SimdForward with activations in 8 bits is not used" in runner.notes[0]
+    assert runner.in_vain == runner.notes
+    # The next load, from what is kept of the verdict, tells that and no other reason.
+    kept = Verdict(**json.loads(json.dumps(runner.verdict()._asdict())))
+    again = HfTreeModel(model, vocab_size=272, int8_activations=True, tested=kept)
+    assert again.in_vain == again.notes == runner.notes
+    assert again.verdict() == runner.verdict()
+    # A disagreement about another forward is no matter of the format.
+    monkeypatch.setattr(
+        "dsbd_cli.decoding.model.hf_model.check_tree",
+        lambda tree, *_: None if type(tree._forward).__name__ == "HfForward" else "off",
+    )
+    other = HfTreeModel(model, vocab_size=272)
+    other.require_tree()
+    assert (len(other.notes) > 0, other.in_vain) == (True, [])

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
+import time
 from pathlib import Path
 
 import numpy as np
@@ -10,10 +12,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from dsbd_cli.cli import doctor
 from dsbd_cli.decoding.forward import native, simd
 from dsbd_cli.decoding.forward.kernels import CKernels, c_kernels
 from dsbd_cli.decoding.model.hf_model import HfTreeModel
-from dsbd_cli.loading import processor
+from dsbd_cli.loading import hung, processor
 from tests import builders
 
 DTYPES = [torch.float32, torch.bfloat16]
@@ -124,6 +127,49 @@ def test_rows_on_several_threads_are_the_same_rows(kernels, dtype):
     single = [kernels.top_logits(row[None], 650, 9) for row in logits]
     for got, wanted in zip(whole, zip(*single, strict=True), strict=True):
         assert (got == np.concatenate(wanted)).all()
+
+
+def test_a_compiler_that_hangs_is_waited_for_once_a_day(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = tmp_path / "calls"
+    slow = tmp_path / "cc"
+    slow.write_text(f"#!/bin/sh\necho >> {calls}\nexec sleep 60\n")
+    slow.chmod(0o755)
+    monkeypatch.setenv("CC", str(slow))
+    monkeypatch.setenv("DSBD_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(native, "_PATIENCE", 0.2)
+
+    def asked() -> int:
+        """How often it was called when all that is compiled was asked for."""
+        before = calls.stat().st_size if calls.exists() else 0
+        for source in ("kernels.c", "simd.c"):
+            with pytest.raises(subprocess.SubprocessError, match=r"had not ended after 0\.2 s"):
+                native.built(source)
+        return calls.stat().st_size - before
+
+    assert asked() == 1
+    assert asked() == 0
+    assert "had not ended after 0.2 s (20" in doctor.examine()["devices"][0]
+    # It may have been mended: a day later, when it is another, or when somebody asks.
+    now = time.time()
+    with monkeypatch.context() as later:
+        later.setattr(hung.time, "time", lambda: now + 25 * 3600)
+        assert asked() == 1
+    with monkeypatch.context() as back:  # a clock that was set back is no reason to wait for ever
+        back.setattr(hung.time, "time", lambda: now - 3600)
+        assert asked() == 1
+    hung.forget()
+    assert asked() == 1
+    if (works := shutil.which("cc")) is not None:
+        slow.write_text(f'#!/bin/sh\nexec {works} "$@"\n')
+        monkeypatch.setattr(native, "_PATIENCE", 120.0)
+        assert native.built("kernels.c").is_file()
+        assert hung.remembered() is None
+    # What is remembered may be damaged.
+    for damaged in (b"", b"[]", b'{"when": "x"}', b'{"when": 1e400, "seconds": 1}'):
+        hung._path().write_bytes(damaged)
+        assert hung.remembered() is None
 
 
 def test_cc_may_be_several_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -240,6 +242,10 @@ def test_a_model_that_ignores_the_mask_is_refused_by_name(tmp_path):
     )
     with pytest.raises(UserError, match=r"llama .*off by"):
         HfTreeModel(model, vocab_size=VOCAB, fast=False).require_tree()
+    # By the name that its user gave it, not by the folder of a cache that it was read from.
+    loaded: Any = SimpleNamespace(model=model, name="mine.gguf")
+    with pytest.raises(UserError, match=r"^mine\.gguf: a tree"):
+        HfTreeModel(loaded, vocab_size=VOCAB, fast=False).require_tree()
 
 
 def test_a_fast_forward_that_disagrees_is_not_used(tmp_path, monkeypatch):

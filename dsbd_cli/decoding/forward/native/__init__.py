@@ -16,7 +16,7 @@ from typing import TypeVar
 import torch
 
 from dsbd_cli.errors import first_line
-from dsbd_cli.loading import processor
+from dsbd_cli.loading import hung, processor
 from dsbd_cli.loading.cache import build_once, cache_root
 
 _T = TypeVar("_T")
@@ -24,6 +24,7 @@ _FOLDER = Path(__file__).parent
 _FLAGS = [
     "-O3", "-shared", "-fPIC", "-fopenmp-simd", "-fno-math-errno", "-fno-trapping-math",
 ]  # fmt: skip
+_PATIENCE = 120.0  # seconds for a compiler, which takes a few
 
 
 class Team(ctypes.Structure):
@@ -79,7 +80,7 @@ def built(*sources: str, flags: Sequence[str] = (), level: str | None = None) ->
         level: of `processor.LEVELS`: what the code may use; None: `processor.level()`.
 
     Raises:
-        OSError, subprocess.SubprocessError: no compiler, or one that refuses.
+        OSError, subprocess.SubprocessError: no compiler, or one that refuses, or that hung (`loading.hung`).
     """
     try:
         compiler = shlex.split(processor.compiler() or "")
@@ -96,6 +97,14 @@ def built(*sources: str, flags: Sequence[str] = (), level: str | None = None) ->
     def build(folder: Path) -> None:
         out = str(folder / last.with_suffix(".so"))
         command = [*compiler, *_FLAGS, *flags, "-o", out, str(_FOLDER / last), "-lm"]
-        subprocess.run(command, check=True, capture_output=True, timeout=120)
+        # Here, behind the lock: another process may just have waited for it.
+        if (said := hung.remembered()) is not None:
+            raise subprocess.SubprocessError(said)
+        try:
+            subprocess.run(command, check=True, capture_output=True, timeout=_PATIENCE)
+        except subprocess.TimeoutExpired:
+            hung.remember(_PATIENCE)
+            raise subprocess.SubprocessError(f"{compiler[0]} had not ended after {_PATIENCE:g} s") from None
+        hung.forget()
 
     return build_once(folder, build, what="the CPU kernels") / last.with_suffix(".so")
