@@ -138,7 +138,7 @@ def decoded(
     choice = Choice()
     if engines is not None:
         choice = engines.choose(target, draft, demand_of(settings, True), trie, samplers[1])
-    run = start(settings, target, draft, trie, *samplers, choice.engine, choice.proposer, draft_alone=True)
+    run = start(settings, target, draft, trie, *samplers, choice.engine, choice.proposer)
     for _ in decode(run, settings):
         pass
     return [node.tokens() for node in run.hypotheses.ranking()], target.calls

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from dsbd_cli import Decoder, Settings
 from dsbd_cli.decoding import HfTreeModel
@@ -141,6 +142,28 @@ def test_what_memory_has_no_room_for_waits_and_what_it_never_has_is_refused(deco
             assert told(answer.result) == told(decoder.generate(prompt, own))
     assert len(lines) == 1
     assert "wait" in lines[0]
+
+
+@pytest.mark.parametrize("device", [False, True])
+def test_a_dynamic_width_at_the_end_of_a_context_is_that_of_the_prompt_alone(
+    tmp_path: Path, device: bool
+) -> None:
+    """There an iteration cannot be launched ahead; what it may propose from must not depend on the others."""
+    draft = builders.rand(tmp_path / "t", max_position_embeddings=64, initializer_range=0.3)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():  # a draft that mostly agrees: iterations end with most beams in the forest
+        for weight in draft.parameters():
+            weight += 0.03 * torch.randn(weight.shape, generator=generator)
+    builders.tok(tmp_path / "d")
+    draft.save_pretrained(tmp_path / "d")
+    one = Decoder.from_pair(tmp_path / "t", tmp_path / "d", dtype="float32")
+    one = captured(one) if device else one
+    prompts = [[2 + i % 50 for i in range(64 - left)] for left in (14, 17, 30, 12, 19)]
+    own = Settings(
+        threshold=0.9, forest="full", max_new_tokens=30, early_stopping="never", gamma=3, top_p=0.9, seed=0
+    )
+    for prompt, got in zip(prompts, one.generate_many(prompts, own, batch=3), strict=True):
+        assert told(got) == told(one.generate(prompt, own))
 
 
 @pytest.mark.parametrize("device", [False, True])

@@ -83,6 +83,8 @@ class Lane:
         rules: what its layers are drawn under.
         state: where it starts in the next launch; None: where its last iteration ended.
         deepest: beams deeper than that have no room for an iteration in a context; None: no limit.
+        anew: what is not launched ahead starts anew, without what the target said: so it has to beside others, and
+            its text depends on the forest.
         beams, above: of its next iteration (`Part`).
     """
 
@@ -96,6 +98,7 @@ class Lane:
     rules: Rules
     state: np.ndarray | None
     deepest: int | None
+    anew: bool
     beams: list[Node | None]
     above: list[Node] = field(default_factory=list)
 
@@ -270,9 +273,10 @@ class Pipeline:
         uniforms, drafting = self._streams(request)
         rules = _rules(request, seat.target.tree.prompt_length - 1 + request.trie.budget)
         places = [*beams, *[None] * (request.width - len(beams))]
+        anew = layout.memory_size > 0 and isinstance(request.dynamic_width, ThresholdWidth)
         lane = Lane(
-            seat, request, seat.target, seat.draft, commit, uniforms, drafting, rules, None, deepest, places
-        )
+            seat, request, seat.target, seat.draft, commit, uniforms, drafting, rules, None, deepest, anew, places
+        )  # fmt: skip
         if not lane.fits(beams[0].depth):
             return None
         for model, nodes in zip(models, computed, strict=True):  # the iteration computes them itself
@@ -335,7 +339,7 @@ class Pipeline:
         alive = [part.lane for part, one in done if one.whole]
         everyone = len(alive) == sum(lane is not None for lane in self._lanes)
         fit = all(lane.fits(lane.request.hypotheses.active[0].depth) for lane in alive)
-        if alive and everyone and fit and not self._in_flight:
+        if alive and everyone and fit and not self._in_flight and not any(lane.anew for lane in alive):
             self._launch(alive)
         for part, one in done:
             self._adopt(part, one)
@@ -362,7 +366,7 @@ class Pipeline:
         if (
             not one.whole
             or not self._usable
-            or (following is None and (self._in_flight or not lane.fits(one.depth)))
+            or (following is None and (self._in_flight or lane.anew or not lane.fits(one.depth)))
         ):
             self._leave(lane)
         elif following is not None:

@@ -191,7 +191,8 @@ class Run(Request):
         leaves = active if best is None else [*active, best]
         if self.survivors:
             leaves = [*leaves, *forest.below(active)]
-        for cache in (self.target, self.proposer) if by is None else (by,):
+        # The proposer first: it may still look at what the target said of the forest.
+        for cache in (self.proposer, self.target) if by is None else (by,):
             if cache is not None:
                 cache.retain(leaves)
         if ahead is not None:

@@ -144,14 +144,17 @@ class DraftModelProposer:
         """Whether the target's own conditionals below a node are there."""
         return self._target is not None and self._target.has_logits(node)
 
+    def _said(self, node: Node) -> Row:
+        """Those conditionals."""
+        assert self._target is not None
+        return Row(*self._target.best(node, self._entries))
+
     def _joint(self, parents: list[Node], scores: list[float]) -> Support:
         """`q_beam` over these parents, the target's conditionals where they are known."""
-        if self._target is None or not any(map(self._target.has_logits, parents)):
+        if not any(map(self._knows, parents)):
             return self._draft.joint(parents, scores, self._processor)
         rows = [
-            Row(*self._target.best(node, self._entries))
-            if self._target.has_logits(node)
-            else Row(*self._draft.best(node, self._processor.top_n))
+            self._said(node) if self._knows(node) else Row(*self._draft.best(node, self._processor.top_n))
             for node in parents
         ]
         return joint(scores, rows, self._processor)

@@ -11,6 +11,7 @@ from dsbd_cli.decoding.methods.deterministic import beam_search
 from dsbd_cli.decoding.methods.dsbd import Run, alone, dsbd
 from dsbd_cli.decoding.methods.lookup import CHAINS, LookupProposer
 from dsbd_cli.decoding.methods.proposers import CapturedProposer, DraftModelProposer, ForestShape, Proposer
+from dsbd_cli.decoding.methods.recalling import RecallingProposer
 from dsbd_cli.decoding.methods.specinfer import TreeProposer, specinfer
 from dsbd_cli.decoding.model.protocol import Demand, Engine, Need, TreeModel
 from dsbd_cli.decoding.tree.events import Iteration, Layer
@@ -115,6 +116,15 @@ def forest_is_free(settings: Settings) -> bool:
     return free and not (settings.kv == "one" and settings.method == "dsbd")
 
 
+def recalls(settings: Settings) -> bool:
+    """Whether a pipeline's forest may hold what the target said of the last one.
+
+    What the target has computed is a function of the past, so a width that depends on the forest keeps its law. With
+    `kv one` text depends on where iterations end, and host and device end the last one differently.
+    """
+    return takes_most_probable(settings) and not (settings.kv == "one" and settings.method == "dsbd")
+
+
 def forest_mass(settings: Settings) -> float:
     """The draft's mass that a layer of a sparing `cover` forest holds: half of what top-p would cut stays.
 
@@ -171,7 +181,7 @@ def demand_of(settings: Settings, drafts: bool) -> Demand:
         distinct=draws_distinct(settings),
         search=settings.deterministic,
         continues=settings.method == "dsbd" and settings.verify == "continue" and draws_tested(settings) > 0,
-        recalls=not plain and forest_is_free(settings),
+        recalls=not plain and recalls(settings),
         tree=tree,
         tree_rule=settings.tree_rule if tree else "",
         why_not_pipelined=why_not_pipelined,
@@ -190,7 +200,6 @@ def start(
     captured: CapturedProposer | None = None,
     prices: Prices | None = None,
     prompt: Sequence[int] = (),
-    draft_alone: bool = False,
     shape: ForestShape | None = None,
 ) -> Run:
     """A `Run` for these settings on prefilled models; `draft` may be None for plain decoding.
@@ -199,7 +208,6 @@ def start(
         engine, captured: what `device.engines.Engines.choose` found for `demand_of` these settings, if anything.
         prices: what forests have to be worth on the host; None: all are full.
         prompt: token ids that `trie.root` stands for, for `lookup`.
-        draft_alone: propose by the draft alone, also where the target's conditionals would serve.
         shape: `forest_shape` for these prices, where it was asked already; None makes one.
     """
     one_beam = settings.method in ONE_BEAM_METHODS
@@ -225,10 +233,13 @@ def start(
         shape = (shape or forest_shape(settings, prices)) if priced else None
         # Full forests are those of a device, where the text depends on them.
         alike = settings.forest == "full" and not forest_is_free(settings) and not host_proposals(settings)
-        own = best and engine is None and captured is None and not alike
-        proposer = DraftModelProposer(
+        by_host = best and engine is None and captured is None
+        own = by_host and not alike
+        kind = RecallingProposer if alike and by_host and recalls(settings) else DraftModelProposer
+        told = own or kind is RecallingProposer
+        proposer = kind(
             draft, trie, processor, draft_width, draft_sampler, best, mass, draws_distinct(settings),
-            target if own and not draft_alone else None, top_n_needed(settings, len(trie.eos_ids)),
+            target if told else None, top_n_needed(settings, len(trie.eos_ids)),
             settings.forest_nodes if own else 0, 0 if best else gamma,
         )  # fmt: skip
         if settings.lookup and own and gamma:
@@ -251,7 +262,7 @@ def start(
         dynamic_width=width_rule_of(settings),
         proposer=proposer,
         kv_one=kv_one,
-        survivors=own and not draft_alone,
+        survivors=own,
         shape=shape,
         engine=engine,
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -11,12 +11,12 @@ import torch
 
 from dsbd_cli.decoding.device.engines import Choice, Engines
 from dsbd_cli.decoding.device.law import DeviceLaw
-from dsbd_cli.decoding.law.distribution import Row, SeededSampler, Support, joint
+from dsbd_cli.decoding.law.distribution import SeededSampler
 from dsbd_cli.decoding.methods.dsbd import Run
-from dsbd_cli.decoding.methods.proposers import DraftModelProposer
+from dsbd_cli.decoding.methods.recalling import RecallingProposer
 from dsbd_cli.decoding.methods.setup import decode, demand_of, draft_processor, start, top_n_needed
 from dsbd_cli.decoding.model.hf_model import HfTreeModel
-from dsbd_cli.decoding.tree.sequences import Forest, Node, Trie
+from dsbd_cli.decoding.tree.sequences import Node, Trie
 from dsbd_cli.settings import Settings
 from tests.builders import VOCAB, rand
 
@@ -93,7 +93,7 @@ class Trees(list[HfTreeModel]):
         super().__init__(models)
         self.engines = Engines()
         self.choice = Choice()
-        self.recalls = True  # on the host too, where a pipeline would
+        self.recalls = True  # on the host, where a pipeline would; else the draft alone proposes
 
     def alone(self) -> Trees:
         return Trees(self[:1])
@@ -159,39 +159,15 @@ def begun(
     samplers = SeededSampler(seed, 0), SeededSampler(seed, 1)
     demand = demand_of(settings, draft is not None)
     choice = models.choice = models.engines.choose(target, draft, demand, trie, samplers[1])
-    run = start(settings, target, draft, trie, *samplers, choice.engine, choice.proposer, draft_alone=True)
-    if choice.engine is None and choice.proposer is None and demand.recalls and models.recalls:
+    run = start(settings, target, draft, trie, *samplers, choice.engine, choice.proposer)
+    if choice.engine is None and choice.proposer is None and demand.recalls:
         # How far each iteration gets is then the same on the host.
         assert draft is not None
-        recall(run, Recalling(draft, trie, draft_processor(settings), demand.draft_width, samplers[1], True))
+        run.survivors, run.proposer = False, RecallingProposer(
+            draft, trie, draft_processor(settings), demand.draft_width, samplers[1], True,
+            target=target if models.recalls else None, target_top=target.logits.size,
+        )  # fmt: skip
     return run
-
-
-class Recalling(DraftModelProposer):
-    """Proposes as pipelined iterations do: below nodes of the last forest by what the target said of them."""
-
-    memory: dict[Node, Row]
-
-    def _knows(self, node: Node) -> bool:
-        return node in self.memory
-
-    def _joint(self, parents: list[Node], scores: list[float]) -> Support:
-        top_n = self._processor.top_n
-        rows = [self.memory.get(node) or Row(*self._draft.best(node, top_n)) for node in parents]
-        return joint(scores, rows, self._processor)
-
-
-def recall(run: Run, proposer: Recalling) -> None:
-    """Let `proposer` propose for `run`, with the last forest's logits of the target in mind."""
-    proposer.memory, finish, target = {}, run.finish_iteration, run.target
-    most = min(target.logits.size or proposer._processor.top_n, proposer._processor.top_n)
-
-    def remembering(forest: Forest, *more: Any, **named: Any) -> Iterator[Any]:
-        nodes = [node for node in forest.unfinished() if target.has_logits(node)]
-        proposer.memory = {node: Row(*target.best(node, most)) for node in nodes}
-        yield from finish(forest, *more, **named)
-
-    run.proposer, run.finish_iteration = proposer, remembering  # type: ignore[method-assign]
 
 
 def told(models: Trees, settings: Settings, seed: int, **more: Any) -> Any:
