@@ -97,7 +97,7 @@ def _packages() -> dict[str, str]:
 def _devices() -> list[str]:
     import torch
 
-    from dsbd_cli.decoding.forward import simd
+    from dsbd_cli.decoding import level_here
     from dsbd_cli.loading import hung, processor
     from dsbd_cli.loading.hardware import choice, pick_dtype
     from dsbd_cli.prices import formats
@@ -114,7 +114,7 @@ def _devices() -> list[str]:
             for kind, formats_ in open_.items()
         ]
         auto = f"{', '.join(told)} (whichever is timed to be quicker), else {whole}"
-    code = f"C code for {simd.level_here()}" if processor.can_compile() else "no C compiler, or DSBD_NATIVE=0"
+    code = f"C code for {level_here()}" if processor.can_compile() else "no C compiler, or DSBD_NATIVE=0"
     if processor.can_compile() and (said := hung.remembered()) is not None:
         code = f"no C code beyond what is compiled already: {said}"
     lines = [f"cpu: {torch.get_num_threads()} threads, {code}, dtype auto is {auto}"]

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from dsbd_cli.decoding.forward.plain import at_home as at_home
     from dsbd_cli.decoding.forward.plain import fingerprint as fingerprint
     from dsbd_cli.decoding.forward.selftest import Verdict as Verdict
+    from dsbd_cli.decoding.forward.simd import level_here as level_here
     from dsbd_cli.decoding.law.distribution import LogitsProcessor as LogitsProcessor
     from dsbd_cli.decoding.law.distribution import Sampler as Sampler
     from dsbd_cli.decoding.law.distribution import SeededSampler as SeededSampler
@@ -69,6 +70,7 @@ _ROOMS = {
     "forward.capture": ("Captures", "OverlapClock"),
     "forward.plain": ("FAMILIES", "at_home", "fingerprint"),
     "forward.selftest": ("Verdict",),
+    "forward.simd": ("level_here",),
     "law.distribution": ("LogitsProcessor", "Sampler", "SeededSampler"),
     "methods.dsbd": ("Run",),
     "methods.proposers": (
