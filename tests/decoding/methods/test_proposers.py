@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from dsbd_cli.decoding.law.distribution import SeededSampler, Support
-from dsbd_cli.decoding.methods.proposers import ForestShape
+from dsbd_cli.decoding.methods.forest_shape import ForestShape
 from dsbd_cli.decoding.tree.events import Iteration, Layer
 from dsbd_cli.decoding.tree.sequences import DraftLayer, Forest, Node
 from dsbd_cli.prices import Acceptance, Curve, Prices, Shape, best_forest
@@ -322,6 +322,26 @@ def test_the_first_forest_has_to_promise_more_for_the_draft_must_read_the_prompt
     assert best_forest(prices, known, max_gamma=1, max_draft_width=1, worth=1.1) == Shape(0, 1)
     assert ForestShape(prices, known).choose(1) == Shape(1, 1)
     assert ForestShape(prices, known, unread=9).choose(1) == Shape(0, 1)
+
+
+@pytest.mark.parametrize(
+    ("unread", "layers", "begins"),
+    [
+        (200, 48, True),
+        (400, 48, False),
+        (400, 1000, False),
+        (200, 20, False),
+        (100, 20, True),
+        (5000, 48, False),
+    ],
+)
+def test_the_first_forest_earns_within_an_answer_that_the_draft_reads_the_prompt(unread, layers, begins):
+    """Two layers for 1.5 ms instead of 2, and a hundredth of a millisecond a token of the prompt."""
+    prices = Prices(Curve((1,), (1.0,)), Curve((1, 51), (0.5, 1.0)))
+    shape = ForestShape(prices, Acceptance((1,), ((1.0,),), (1.0,)), unread=unread, layers=layers)
+    # 0.25 ms a layer is saved, by the price of all the prompt's tokens at once.
+    assert begins == (prices.draft(unread) <= 0.25 * min(layers, 48))
+    assert shape.begins(1) == begins
 
 
 def test_a_draft_that_reads_the_prompt_at_once_has_it_read() -> None:
