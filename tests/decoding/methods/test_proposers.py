@@ -327,12 +327,12 @@ def test_the_first_forest_has_to_promise_more_for_the_draft_must_read_the_prompt
 @pytest.mark.parametrize(
     ("unread", "layers", "begins"),
     [
-        (200, 48, True),
-        (400, 48, False),
-        (400, 1000, False),
-        (200, 20, False),
-        (100, 20, True),
-        (5000, 48, False),
+        (1100, 48, True),
+        (1200, 48, False),
+        (1200, 1000, False),
+        (440, 20, True),
+        (460, 20, False),
+        (9000, 48, False),
     ],
 )
 def test_the_first_forest_earns_within_an_answer_that_the_draft_reads_the_prompt(unread, layers, begins):
