@@ -353,25 +353,27 @@ static void grouped(long rows, const float *weight, const float *x, long stride,
 #define UNITS(F, N) (VL == 16 ? (N) <= 2 ? 4 : 2 : (F) <= Q8 ? 1 : (N) == 1 ? 4 : (N) == 2 ? 2 : 1)
 
 /* out [count, 16 units] = x [count <= FEW, stride] times `units` units of weights. */
-#define FEW_OF(F, N)                                                                                          \
-    for (long u = 0; u < units;) {                                                                            \
-        float part[FEW * 4 * UNIT];                                                                           \
-        long a = units - u >= UNITS(F, N) ? UNITS(F, N) : 1;                                                        \
-        if (a == UNITS(F, N)) few(F, UNITS(F, N), N, weight + u * unit, x, stride, in, part, ahead + u * unit);                       \
-        else few(F, 1, N, weight + u * unit, x, stride, in, part, ahead + u * unit);                                            \
-        for (long n = 0; n < N; n++) memcpy(out + n * wide + u * UNIT, part + n * a * UNIT, (size_t)(a * UNIT) * 4); \
-        u += a;                                                                                               \
+#define FEW_OF(F, N)                                                                                                  \
+    for (long u = 0; u < units;) {                                                                                    \
+        float part[FEW * 4 * UNIT];                                                                                   \
+        long a = units - u >= UNITS(F, N) ? UNITS(F, N) : 1;                                                          \
+        const char *from = weight + u * unit, *next = ahead + u * unit;                                               \
+        if (a == UNITS(F, N)) few(F, UNITS(F, N), N, from, x, stride, in, part, next);                                \
+        else few(F, 1, N, from, x, stride, in, part, next);                                                           \
+        for (long n = 0; n < N; n++)                                                                                  \
+            memcpy(out + n * wide + u * UNIT, part + n * a * UNIT, (size_t)(a * UNIT) * 4);                           \
+        u += a;                                                                                                       \
     }
-#define FEW_FUNCTION(F)                                                                                       \
-    static void few_##F(const char *weight, long units, const float *x, long stride, long in, long count,     \
-                        float *out, const char *ahead) {                                                                     \
-        long unit = unit_bytes(F, in), wide = units * UNIT;                                                   \
-        switch (count) {                                                                                      \
-        case 1: FEW_OF(F, 1) break;                                                                           \
-        case 2: FEW_OF(F, 2) break;                                                                           \
-        case 3: FEW_OF(F, 3) break;                                                                           \
-        default: FEW_OF(F, 4)                                                                                 \
-        }                                                                                                     \
+#define FEW_FUNCTION(F)                                                                                               \
+    static void few_##F(const char *weight, long units, const float *x, long stride, long in, long count, float *out, \
+                        const char *ahead) {                                                                          \
+        long unit = unit_bytes(F, in), wide = units * UNIT;                                                           \
+        switch (count) {                                                                                              \
+        case 1: FEW_OF(F, 1) break;                                                                                   \
+        case 2: FEW_OF(F, 2) break;                                                                                   \
+        case 3: FEW_OF(F, 3) break;                                                                                   \
+        default: FEW_OF(F, 4)                                                                                         \
+        }                                                                                                             \
     }
 FEW_FUNCTION(Q4)
 FEW_FUNCTION(Q8)
@@ -381,8 +383,10 @@ FEW_FUNCTION(F32)
 
 #include "int8.c"
 
-/* out [count, 16 (to - from)] = rows `first` and following of x times units `from` to `to`. */
-static void chunk(const linear *w, long from, long to, input a, long first, long count, float *out, const char *ahead) {
+/* out [count, 16 (to - from)] = rows `first` and following of x times units `from` to `to`; as many bytes from `ahead`
+ * on are fetched meanwhile. */
+static void chunk(const linear *w, long from, long to, input a, long first, long count, float *out,
+                  const char *ahead) {
     long in = w->in, unit = unit_bytes(w->format, in), units = to - from, wide = units * UNIT, stride = in;
     const char *weight = w->weight + from * unit;
     if (a.narrow) {
