@@ -32,8 +32,8 @@ if TYPE_CHECKING:
     from dsbd_cli.decoding.law.distribution import Sampler as Sampler
     from dsbd_cli.decoding.law.distribution import SeededSampler as SeededSampler
     from dsbd_cli.decoding.methods.dsbd import Run as Run
-    from dsbd_cli.decoding.methods.forest_shape import ForestShape as ForestShape
-    from dsbd_cli.decoding.methods.forest_shape import least_width as least_width
+    from dsbd_cli.decoding.methods.proposers import ForestShape as ForestShape
+    from dsbd_cli.decoding.methods.proposers import least_width as least_width
     from dsbd_cli.decoding.methods.setup import decode as decode
     from dsbd_cli.decoding.methods.setup import demand_of as demand_of
     from dsbd_cli.decoding.methods.setup import draft_processor as draft_processor
@@ -73,7 +73,7 @@ _ROOMS = {
     "forward.simd": ("level_here",),
     "law.distribution": ("LogitsProcessor", "Sampler", "SeededSampler"),
     "methods.dsbd": ("Run",),
-    "methods.forest_shape": ("ForestShape", "least_width"),
+    "methods.proposers": ("ForestShape", "least_width"),
     "methods.setup": (
         "decode",
         "demand_of",

@@ -11,7 +11,7 @@ import torch
 
 from dsbd_cli.decoder import Decoder
 from dsbd_cli.decoding import Notice
-from dsbd_cli.decoding.methods.forest_shape import ForestShape
+from dsbd_cli.decoding.methods.proposers import ForestShape
 from dsbd_cli.decoding.tree.sequences import Node
 from dsbd_cli.errors import UserError
 from dsbd_cli.loading.ready import key

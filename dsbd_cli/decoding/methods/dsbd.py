@@ -28,8 +28,7 @@ from dsbd_cli.decoding.law.verification import (
     keys,
 )
 from dsbd_cli.decoding.law.width import DistinctWidth
-from dsbd_cli.decoding.methods.forest_shape import ForestShape
-from dsbd_cli.decoding.methods.proposers import Proposer
+from dsbd_cli.decoding.methods.proposers import ForestShape, Proposer
 from dsbd_cli.decoding.model.protocol import Compute, Engine, Need, TreeModel, Turn
 from dsbd_cli.decoding.tree.events import Iteration, Layer
 from dsbd_cli.decoding.tree.request import Request

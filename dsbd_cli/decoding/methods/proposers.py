@@ -1,8 +1,12 @@
-"""What proposes forests (docs/design.md section 2)."""
+"""What proposes forests, and how large they are worth drafting (docs/design.md section 2).
+
+One module, since every iteration asks both: each module more that a steady iteration crosses is one more to read.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Generator
+import math
+from collections.abc import Generator, Sequence
 from typing import Protocol
 
 from dsbd_cli.decoding.law.distribution import (
@@ -17,7 +21,23 @@ from dsbd_cli.decoding.law.distribution import (
 )
 from dsbd_cli.decoding.methods.best_first import most_probable_nodes
 from dsbd_cli.decoding.model.protocol import Compute, TreeModel
+from dsbd_cli.decoding.tree.events import Layer
 from dsbd_cli.decoding.tree.sequences import DraftLayer, Forest, Node, Trie, draft_room
+from dsbd_cli.prices import Acceptance, Prices, Shape, best_forest, layers_per_ms
+
+# Weight of the newest observation: the last five or so decide.
+_RATE = 0.2
+# A depth that was not tried comes to be believed as good as the one above it: else it is never tried again.
+_FORGETTING = 0.05
+# Iterations without a forest before one layer is tried again: as few as the first after one that passed, twice
+# as many after each that was in vain.
+_FIRST_REST, _LONGEST_REST = 4, 64
+# What a try may cost of what was decoded since the last one: the draft has to read all that it has not seen.
+_TRIAL = 0.1
+# What the first forest must promise, in times plain beams: beliefs are rough, where what plain beams cost is known.
+_WORTH = 1.1
+# Layers within which it must have earned that the draft reads the prompt: most answers have as many.
+_EARNED_IN = 48
 
 
 class Proposer(Protocol):
@@ -146,3 +166,149 @@ class DraftModelProposer:
 
     def retain(self, leaves: list[Node]) -> None:
         self._draft.retain(leaves)
+
+
+class ForestShape:
+    """The forest that promises most layers a millisecond; none where plain beams do.
+
+    Exactness: the shape is chosen before an iteration's forest is drafted, from the layers that earlier iterations
+    passed; that is a function of the past, and given the past every layer is drawn from its own distribution
+    whatever is drafted below it (docs/design.md section 3). Prices are numbers of a file, not times of this run,
+    so one seed gives one text as long as the file stays.
+
+    Args:
+        prices: of the pair.
+        acceptance: what is believed at first.
+        narrow: whether layers may be narrower than W_S. A dynamic width depends on its layer, so it is given
+            the whole of it.
+        drawn: the forest's layers are draws, which are looked at one by one (`paper`, `continue`), not the most
+            probable continuations.
+        unread: prompt tokens that the draft has not read yet.
+        layers: how many there will be at most.
+
+    Attributes:
+        requests: how many share each forward, so that their nodes are paid together; 1 where the text depends on
+            the forest (all but `cover` of a fixed width and the deterministic mode): a request's text must not
+            depend on its neighbours.
+    """
+
+    def __init__(
+        self, prices: Prices, acceptance: Acceptance, *, narrow: bool = True, drawn: bool = False,
+        unread: int = 0, layers: int = _EARNED_IN,
+    ) -> None:  # fmt: skip
+        self._prices, self._beams, self._drawn = prices, acceptance.beams, drawn
+        self._widths = acceptance.widths
+        self._choice = self._widths if narrow else self._widths[-1:]
+        self._first = acceptance.passes
+        self._passes = [list(layer) for layer in acceptance.passes]
+        self._nodes = list(acceptance.nodes)
+        self.requests = 1
+        always = Acceptance(self._widths, ((1.0,) * len(self._widths),) * len(self._passes), acceptance.nodes)
+        self._rest, self._resting, self._unread = _FIRST_REST, 0, float(unread)
+        self._earned_in = min(layers, _EARNED_IN)
+        # Where no forest could pay even if all of it passed, none is ever tried.
+        self._hopeless = self._best(always, len(self._passes)).gamma == 0
+        self._limit = self._widths[-1]  # W_S of the forest under way
+
+    def begins(self, most: int) -> bool:
+        """Whether the first forest, at most `most` layers deep, is worth that the draft reads the prompt.
+
+        It is then taken to read it at once; else when it is first asked, or never.
+        """
+        begins = self._best(self._acceptance(), most).gamma > 0
+        if begins:
+            self._unread = 0.0
+        return begins
+
+    def choose(self, most: int) -> Shape:
+        """The shape of the next forest, at most `most` (at least 1) layers deep."""
+        known = self._acceptance()
+        shape = self._best(known, most)
+        if shape.gamma:
+            self._resting, self._unread = 0, 0.0
+        elif not self._hopeless or self.requests > 1:
+            self._resting += 1
+            if self._resting > self._rest and self._affordable():
+                self._resting, self._rest, self._unread = 0, min(2 * self._rest, _LONGEST_REST), 0.0
+                tries = [Shape(1, width) for width in self._choice]
+                shape = max(tries, key=lambda one: self._worth(known, one))
+        self._limit = shape.draft_width
+        return shape
+
+    def learn(self, forest: Forest, layers: Sequence[Layer]) -> None:
+        """What became of an iteration's forest: the layers that were committed, from the first on."""
+        tried = 0
+        for drafted, layer in zip(forest.layers[: len(self._passes)], layers, strict=False):
+            self._see(tried, drafted, layer)
+            tried += 1
+            if not layer.passed:
+                break
+            self._rest = _FIRST_REST
+        for depth in range(max(1, tried), len(self._passes)):
+            above = self._passes[depth - 1]
+            row = self._passes[depth]
+            self._passes[depth] = [one + _FORGETTING * (a - one) for one, a in zip(row, above, strict=True)]
+
+    def _see(self, depth: int, drafted: DraftLayer, layer: Layer) -> None:
+        """Move the beliefs about one depth towards what a layer of each width would have done."""
+        used = len(drafted.draws)
+        # The draft's mass or its vocabulary ended it: a wider one would have been the same.
+        ended = used < self._limit
+        needed = least_width(drafted, layer, drawn=self._drawn) if layer.passed else None
+        row, first = self._passes[depth], self._first[depth]
+        lost = max([0.0, *(first[i] for i, width in enumerate(self._widths) if width <= used)])
+        size = len({node for node in drafted.draws if node.finish is None})
+        for i, width in enumerate(self._widths):
+            if needed is not None:
+                goal = float(width >= needed)
+            elif width <= used or ended:
+                goal = 0.0
+            else:  # how a wider one would have done is not seen: what is believed at first, given that this failed
+                goal = (first[i] - lost) / (1 - lost)
+            row[i] += _RATE * (goal - row[i])
+            held = min(width, size) if width <= used or ended else max(self._nodes[i], size)
+            self._nodes[i] += _RATE * (held - self._nodes[i])
+
+    def _affordable(self) -> bool:
+        """Whether the draft catches up for a small part of what the layers since it was last asked have cost."""
+        assert self._prices.draft is not None
+        behind = self._prices.draft(self._unread + self._resting * self._beams)
+        return behind <= _TRIAL * self._resting * self._layer_ms()
+
+    def _needed(self) -> float:
+        """What a forest must promise in times plain beams, of which each layer saves a part of the draft's prompt."""
+        if not self._unread or self._prices.draft is None:
+            return 1.0
+        plain = self._earned_in * self._layer_ms()
+        behind = self._prices.draft(self._unread)
+        return max(_WORTH, plain / (plain - behind)) if behind < plain else math.inf
+
+    def _layer_ms(self) -> float:
+        """What a layer of plain beams costs a request."""
+        return self._prices.target(self.requests * self._beams) / self.requests + self._prices.layer_ms
+
+    def _worth(self, known: Acceptance, shape: Shape) -> float:
+        return layers_per_ms(self._prices, known, shape, requests=self.requests)
+
+    def _acceptance(self) -> Acceptance:
+        return Acceptance(self._widths, tuple(map(tuple, self._passes)), tuple(self._nodes), self._beams)
+
+    def _best(self, known: Acceptance, most: int) -> Shape:
+        return best_forest(
+            self._prices, known, requests=self.requests, beams=self._beams, max_gamma=most,
+            max_draft_width=self._widths[-1], widths=self._choice, worth=self._needed(),
+        )  # fmt: skip
+
+
+def least_width(drafted: DraftLayer, layer: Layer, *, drawn: bool) -> int:
+    """The least W_S with which a layer that passed would have passed too.
+
+    Args:
+        drafted: the forest's layer.
+        layer: what was committed beside it.
+        drawn: the forest's layer holds draws of q, looked at one by one.
+    """
+    if drawn:
+        return layer.examined
+    place = {node: i for i, node in enumerate(drafted.draws, 1)}
+    return max((place.get(node, 1) for node in layer.draws if node.finish is None), default=1)

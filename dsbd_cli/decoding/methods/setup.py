@@ -9,9 +9,8 @@ from dsbd_cli.decoding.law.distribution import LogitsProcessor, Sampler
 from dsbd_cli.decoding.law.width import DistinctWidth, ThresholdWidth, width_rule
 from dsbd_cli.decoding.methods.deterministic import beam_search
 from dsbd_cli.decoding.methods.dsbd import Run, alone, dsbd
-from dsbd_cli.decoding.methods.forest_shape import ForestShape
 from dsbd_cli.decoding.methods.lookup import CHAINS, LookupProposer
-from dsbd_cli.decoding.methods.proposers import CapturedProposer, DraftModelProposer, Proposer
+from dsbd_cli.decoding.methods.proposers import CapturedProposer, DraftModelProposer, ForestShape, Proposer
 from dsbd_cli.decoding.methods.recalling import RecallingProposer
 from dsbd_cli.decoding.methods.specinfer import TreeProposer, specinfer
 from dsbd_cli.decoding.model.protocol import Demand, Engine, Need, TreeModel

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from dsbd_cli.decoding.law.distribution import SeededSampler, Support
-from dsbd_cli.decoding.methods.forest_shape import ForestShape
+from dsbd_cli.decoding.methods.proposers import ForestShape
 from dsbd_cli.decoding.tree.events import Iteration, Layer
 from dsbd_cli.decoding.tree.sequences import DraftLayer, Forest, Node
 from dsbd_cli.prices import Acceptance, Curve, Prices, Shape, best_forest
