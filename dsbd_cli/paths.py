@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import errno
+import functools
+import glob
 import os
+import socket
 import stat
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -93,10 +96,39 @@ def refuse_no_folder(path: Path, option: str) -> None:
         raise UserError(f"{option} {path}: {error.strerror}") from None
 
 
+@functools.cache
+def _machine() -> str:
+    """Tells machines that share a folder apart, for each has its own process numbers."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii")[:8]
+    except OSError:
+        return socket.gethostname().partition(".")[0] or "here"
+
+
+def _runs(process: str) -> bool:
+    """Whether a process of this number may be there."""
+    if os.name != "posix" or not process.isdecimal():
+        return True
+    try:
+        os.kill(int(process), 0)
+    except ProcessLookupError:
+        return False
+    except OSError:
+        return True
+    return True
+
+
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """A path beside `path` to write to; it takes `path`'s place when the block ends well, and goes if not."""
-    draft = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    """A path beside `path` to write to; it takes `path`'s place when the block ends well, and goes if not.
+
+    What a process of this machine left of the same file when it was killed goes too.
+    """
+    mark = f".{path.name}.{_machine()}-"
+    for left in path.parent.glob(f"{glob.escape(mark)}*.tmp"):
+        if not _runs(left.name[len(mark) : -len(".tmp")]):
+            left.unlink(missing_ok=True)
+    draft = path.with_name(f"{mark}{os.getpid()}.tmp")
     try:
         yield draft
         os.replace(draft, path)
