@@ -51,11 +51,11 @@ class Exchange:
             raise RuntimeError("a first sum of both cards is wrong")
 
     def takes(self, x: Tensor) -> bool:
-        """Whether it is a sum for this."""
+        """Whether it is a sum for this: of whole words where words lie, and not of none, which waits for nobody."""
         size = x.numel() * x.element_size()
         return (
-            x.is_cuda and str(x.dtype) in self._DTYPES and size % 4 == 0 and size <= 4 * self._WORDS
-            and x.is_contiguous()
+            x.is_cuda and str(x.dtype) in self._DTYPES and size % 4 == 0
+            and 0 < size <= 4 * self._WORDS and x.is_contiguous() and x.storage_offset() * x.element_size() % 4 == 0
         )  # fmt: skip
 
     def sum(self, x: Tensor) -> Tensor:

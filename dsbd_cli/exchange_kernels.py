@@ -19,7 +19,8 @@ def _sum(x, out, here, there, counts, words, tries, ROOM: tl.constexpr, WIDE: tl
     at = program * EACH + tl.arange(0, EACH)
     valid = at < words
     # Two rooms in turns: by the sum after the next the other card has read this one, for it wrote the next behind it.
-    place = (count % 2) * ROOM + at
+    # (`&`, for the remainder of a count beyond 2^31, which is negative, may be -1.)
+    place = (count & 1) * ROOM + at
     own = tl.load(x + at, mask=valid, other=0)
     # A word and its count in one store of 8 bytes: both are there, or neither is.
     tl.store(there + place, (own.to(tl.int64) & 0xFFFFFFFF) | (count.to(tl.int64) << 32), mask=valid)

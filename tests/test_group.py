@@ -50,3 +50,20 @@ def test_both_have_it_or_neither(monkeypatch: pytest.MonkeyPatch, reach: bool, m
     found = exchange.exchange(("cuda:0", "cuda:1"), 1, least)
     assert found == ("exchange" if reach and made else None)
     assert asked == [int(reach), *([int(made)] if reach else [])]
+
+
+def test_sums_of_nothing_and_of_halves_of_words_are_left_to_nccl():
+    import torch
+
+    class OnACard(torch.Tensor):
+        """One that says so, with its memory here."""
+
+        is_cuda = True
+
+    takes = exchange.Exchange.__new__(exchange.Exchange).takes
+    x = torch.zeros(6, 5, dtype=torch.bfloat16).as_subclass(OnACard)
+    assert takes(x)
+    assert takes(x[2:4])
+    assert not takes(x[1:3])  # from the middle of a word on
+    assert not takes(x[:3])
+    assert not takes(x[:0])  # the other card may still be reading what the next but one writes over

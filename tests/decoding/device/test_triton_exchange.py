@@ -58,3 +58,16 @@ def test_triton_gives_up_on_words_that_do_not_come_where_it_is_told_to() -> None
     # An older sum's words are none of this one's.
     here[0, :8] = sent(own, 1)
     assert not torch.equal(sum_of_both(own, here, there, counts, tries=3), 2 * own)
+
+
+@pytest.mark.parametrize("before", [2**31 - 2, 2**31 - 1, -(2**31), -2])
+def test_triton_counts_that_wrap_around_stay_in_their_two_rooms(before: int) -> None:
+    # (Between the rooms memory of nobody, where a room of a negative number would lie.)
+    _, here, _, there = torch.zeros((4, 2, ROOM), dtype=torch.int64, device=DEVICE)
+    counts = torch.full((ROOM // WORDS_OF_A_PROGRAM,), before, dtype=torch.int32, device=DEVICE)
+    own = torch.arange(8, dtype=torch.float32, device=DEVICE)
+    count = (before + 1 + 2**31) % 2**32 - 2**31
+    here[count % 2, :8] = sent(3 * own, count)
+    assert torch.equal(sum_of_both(own, here, there, counts, tries=3), 4 * own)
+    assert torch.equal(there[count % 2, :8], sent(own, count))
+    assert counts[0] == count
