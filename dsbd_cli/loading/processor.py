@@ -33,13 +33,13 @@ def level() -> str:
     wanted = os.environ.get(SWITCH) or LEVELS[-1]
     if wanted not in LEVELS:
         raise UserError(f"{SWITCH}={wanted}: it is one of {', '.join(LEVELS)}")
-    return [name for name in levels() if LEVELS.index(name) <= LEVELS.index(wanted)][-1]
+    return levels(wanted)[-1]
 
 
-def levels() -> list[str]:
-    """Those of `LEVELS` that this processor has; not always all below its highest."""
+def levels(most: str = LEVELS[-1]) -> list[str]:
+    """Those of `LEVELS` up to `most` that this processor has; not always all below its highest."""
     found = flags()
-    return [name for name in LEVELS if found >= _NEEDED[name]]
+    return [name for name in LEVELS[: LEVELS.index(most) + 1] if found >= _NEEDED[name]]
 
 
 def build_flags(wanted: str | None = None) -> list[str]:

@@ -44,9 +44,8 @@ def level_here() -> str:
 
 @functools.cache
 def _level_below(highest: str) -> str:
-    place = processor.LEVELS.index(highest)
-    below = [name for name in processor.levels() if processor.LEVELS.index(name) <= place]
-    return next((name for name in reversed(below) if _library(name) is not None), highest)
+    below = reversed(processor.levels(highest))
+    return next((name for name in below if _library(name) is not None), highest)
 
 
 @functools.cache

@@ -113,16 +113,15 @@ def forest_shape(settings: Settings, prices: Prices | None, unread: int = 0) -> 
 
 def forest_is_free(settings: Settings) -> bool:
     """Whether the text is the same whatever is drafted: forests may then follow who else is decoded."""
-    free = takes_most_probable(settings) and not isinstance(width_rule_of(settings), ThresholdWidth)
-    # Where one beam is kept behind every iteration, it counts where they end.
-    return free and not (settings.kv == "one" and settings.method == "dsbd")
+    return recalls(settings) and not isinstance(width_rule_of(settings), ThresholdWidth)
 
 
 def recalls(settings: Settings) -> bool:
     """Whether a pipeline's forest may hold what the target said of the last one.
 
     What the target has computed is a function of the past, so a width that depends on the forest keeps its law. With
-    `kv one` text depends on where iterations end, and host and device end the last one differently.
+    `kv one` a beam is kept behind every iteration, so text depends on where iterations end, and host and device end
+    the last one differently.
     """
     return takes_most_probable(settings) and not (settings.kv == "one" and settings.method == "dsbd")
 

@@ -24,6 +24,12 @@ INLINE vi both(vs a, const int16_t *two) {
 #endif
 }
 
+/* The lower or the upper half of each byte of a vector of 4-bit weights. */
+INLINE vb nibbles_at(const char *weight, const int upper) {
+    vu bits = *(const vu *)weight;
+    return (vb)((upper ? bits >> 4 : bits) & 0x0f0f0f0fu);
+}
+
 /* narrow_units: out [N, 16 A] (rows `wide` floats apart) = N rows (`in` / 32 blocks each) times A units of weights;
  * `each` bytes a block are fetched for a later product, from `ahead` on. */
 #if QUADS

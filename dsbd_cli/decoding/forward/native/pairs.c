@@ -41,10 +41,8 @@ INLINE void narrow_units(const int F, const int A, const int N, const char *weig
             for (int half = 0; half < 2; half++) {
                 vb nibble[2 * V];
 #pragma GCC unroll 8
-                for (int c = 0; c < A * V; c++) {
-                    vu bits = *(const vu *)(weight + c / V * unit + 64 + word * 64 + c % V * VL * 4);
-                    nibble[c] = (vb)((half ? bits >> 4 : bits) & 0x0f0f0f0fu);
-                }
+                for (int c = 0; c < A * V; c++)
+                    nibble[c] = nibbles_at(weight + c / V * unit + 64 + word * 64 + c % V * VL * 4, half);
 #pragma GCC unroll 16
                 for (int n = 0; n < N; n++)
 #pragma GCC unroll 8

@@ -51,12 +51,8 @@ INLINE void narrow_units(const int F, const int A, const int N, const char *weig
 #pragma GCC unroll 8
                 for (int c = 0; c < A * V; c++) {
                     const char *at = weight + c / V * unit + c % V * VL * 4;
-                    if (F == Q8) {
-                        byte[c] = (vb)(*(const vu_any *)(at + 32 + (2 * word + half) * 64) ^ 0x80808080u);
-                    } else {
-                        vu bits = *(const vu *)(at + 64 + word * 64);
-                        byte[c] = (vb)((half ? bits >> 4 : bits) & 0x0f0f0f0fu);
-                    }
+                    if (F == Q8) byte[c] = (vb)(*(const vu_any *)(at + 32 + (2 * word + half) * 64) ^ 0x80808080u);
+                    else byte[c] = nibbles_at(at + 64 + word * 64, half);
                 }
 #pragma GCC unroll 16
                 for (int n = 0; n < N; n++)
