@@ -173,7 +173,7 @@ def _why_no_triton(model: Any, int8: bool) -> str | None:
         return "switched off, or a dtype or head size that the kernels do not have"
     if not on_current_device(model.device):
         return "the model is not on torch's current device, where Triton launches"
-    return None if _triton() is not None else "Triton is not installed"
+    return None if _triton(model.device) is not None else "Triton is not installed"
 
 
 def _real(model: Any) -> Any:
@@ -199,7 +199,7 @@ TABLE = (
         "fused Llama, Triton kernels",
         True,
         _why_no_triton,
-        lambda model, int8: LlamaForward(model, _linear(model, int8), _triton()),
+        lambda model, int8: LlamaForward(model, _linear(model, int8), _triton(model.device)),
     ),
     Backend(
         "fused Llama, tensor operations",
@@ -276,10 +276,10 @@ def _head(model: Any) -> int:
     return int(model.model.layers[0].self_attn.head_dim)
 
 
-def _triton() -> Any:
-    """The Triton kernels, or None where Triton is missing."""
+def _triton(device: torch.device) -> Any:
+    """The Triton kernels for a device, or None where Triton is missing."""
     try:
         from dsbd_cli.decoding.forward.triton_kernels import Kernels
     except ImportError:
         return None
-    return Kernels()
+    return Kernels(device)

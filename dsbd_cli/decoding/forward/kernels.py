@@ -46,12 +46,12 @@ class DenseLinear:
     """Any device, any dtype, the weight as it is."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
-        self._weight, self._bias = weight, bias
+        self.weight, self.bias = weight, bias
 
     def __call__(self, x: Tensor, add: Tensor | None = None) -> Tensor:
-        if add is not None and self._bias is None and x.device.type == "cuda":
-            return add.addmm_(x, self._weight.t())  # one kernel; into a new tensor it would copy first
-        out = F.linear(x, self._weight, self._bias)
+        if add is not None and self.bias is None and x.device.type == "cuda":
+            return add.addmm_(x, self.weight.t())  # one kernel; into a new tensor it would copy first
+        out = F.linear(x, self.weight, self.bias)
         return out if add is None else out.add_(add)
 
 

@@ -17,8 +17,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dsbd_cli.decoding.cache.buffers import KVBuffer, Span
+from dsbd_cli.decoding.forward.few import FewNodes, few_nodes
 from dsbd_cli.decoding.forward.kernels import Int8Linear, Linear, PrepackedLinear, fused
 from dsbd_cli.decoding.forward.split import head_of, summed
+from dsbd_cli.decoding.forward.turns import Turns
 from dsbd_cli.group import ALONE, Group, group_of
 
 # Where a CUDA graph may be broken (`graphs`): a short piece first, then longer ones.
@@ -50,7 +52,7 @@ class LlamaForward:
         self._processes = group.size
         inner = model.model
         self._embed: nn.Embedding = inner.embed_tokens
-        self._rotary = inner.rotary_emb
+        self._rotary, self._turns = inner.rotary_emb, Turns(inner.rotary_emb)
         on_gpu = model.device.type == "cuda"
         kind: Any = TorchLayer if kernels is None else TritonLayer if on_gpu else NativeLayer
         self._layers: list[Any] = [
@@ -60,6 +62,10 @@ class LlamaForward:
         self.reads_length = kind is TritonLayer
         self._norm = Norm(inner.norm, self.dtype)
         self._head = head_of(model.lm_head, linear, group)
+        self._products: Any = kernels.products if kind is TritonLayer else None
+        self._few: FewNodes | None = None
+        if self._products is not None and group.size == 1:
+            self._few = few_nodes(self._layers, self._norm, self._head, self._products)
 
     def describe(self) -> str:
         """One line for people: which products and which kernels."""
@@ -85,8 +91,8 @@ class LlamaForward:
         Without a mask the nodes are the last tokens of prompts that fill slots 1, 2, ... in order; with several
         requests (`cache.spans`) they are whole prompts.
         """
-        x = self._embed(ids).to(self.dtype)
-        cos, sin = self._rotary(x, positions[None])
+        few = self._few if self._few is not None and self._few.serves(len(ids), mask) else None
+        rows, x, cos, sin = self._begun(cache, ids, positions, None if few is None else few.first_norm)
         if mask is not None:
             shared = self._layers[0].shared
             if (
@@ -95,19 +101,34 @@ class LlamaForward:
             ):
                 mask = mask.repeat_interleave(shared, 0)
             mask = mask[None, None]
+        kept = keep if isinstance(keep, Tensor) else None
+        if isinstance(keep, int) and keep:
+            kept = torch.arange(len(ids) - keep, len(ids), device=ids.device)
+        if few is not None and rows is not None:
+            assert mask is not None
+            return few(rows, cache, cos, sin, mask, kept, self._break)
         for done, layer in enumerate(self._layers):
-            if (
-                self.between is not None
-                and done % _BREAK_EVERY == _FIRST_BREAK
-                and done < len(self._layers) - 2
-            ):
-                self.between()
-            x = layer(x, cache, cos[0], sin[0], mask)
-        if isinstance(keep, int):
-            x = x[-keep:] if keep else x
-        else:
-            x = x[keep]
-        return self._head(self._norm(x))
+            self._break(done)
+            x = layer(x, cache, cos, sin, mask)
+        return self._head(self._norm(x if kept is None else x[kept]))
+
+    def _begun(
+        self, cache: KVBuffer, ids: Tensor, positions: Tensor, norm: Tensor | None
+    ) -> tuple[Any, Tensor, Tensor, Tensor]:
+        """Embeddings, ready for `norm` where a kernel makes them, as they are, and their cos and sin [N, size]."""
+        weight = self._embed.weight
+        turns = self._turns.of(weight[None, :1], cache.capacity) if self._products is not None else None
+        if turns is None:
+            x = self._embed(ids).to(self.dtype)
+            cos, sin = self._rotary(x, positions[None])
+            return None, x, cos[0], sin[0]
+        rows, cos, sin = self._products.start(ids, positions, weight, norm, turns)
+        return rows, rows.x, cos, sin
+
+    def _break(self, done: int) -> None:
+        """Where a capture may be broken: before the layer of that number."""
+        if self.between is not None and done % _BREAK_EVERY == _FIRST_BREAK and done < len(self._layers) - 2:
+            self.between()
 
 
 class Norm:
@@ -258,43 +279,18 @@ class _KernelLayer(_Layer):
     ) -> None:
         super().__init__(index, layer, linear, dtype, kernels, group)
         norms = self.head_norms
-        self._weights = None if norms is None else (norms[0].weight, norms[1].weight)
-        self._eps = 0.0 if norms is None else norms[0].eps
+        self.norm_weights = None if norms is None else (norms[0].weight, norms[1].weight)
+        self.head_eps = 0.0 if norms is None else norms[0].eps
 
-    def __call__(self, x: Tensor, cache: KVBuffer, cos: Tensor, sin: Tensor, mask: Tensor | None) -> Tensor:
-        kernels = self.kernels
-        qkv = self.qkv(kernels.rms(x, self.before.weight, self.before.eps))
+    def _turned(
+        self, x: Tensor, cache: KVBuffer, cos: Tensor, sin: Tensor, **order: bool
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries as `kernels.rope` leaves them, of normed nodes; all keys and values, theirs among them."""
         keys, values = cache.buffers(self.index, self.groups, self.size, self.size, x)
-        query = kernels.rope(
-            qkv,
-            cos,
-            sin,
-            cache.slots,
-            self._weights,
-            keys,
-            values,
-            self.heads,
-            self._eps,
-            **self._order(mask),
-        )
-        x = self.out(self._attend(query, keys, values, mask, cache), x)
-        both = self.gate_up(kernels.rms(x, self.after.weight, self.after.eps))
-        return self.down(kernels.silu(both), x)
-
-    def _order(self, mask: Tensor | None) -> dict[str, bool]:
-        """How `rope` is to leave the queries, where there is a choice."""
-        return {}
-
-    def _attend(
-        self, query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, cache: KVBuffer
-    ) -> Tensor:
-        """[N x shared, groups, size] to the input of `out`, [N, heads x size]."""
-        raise NotImplementedError
-
-    def _by_head(self, query: Tensor) -> Tensor:
-        """[N x shared, groups, size] as [1, heads, N, size] in the model's order of heads."""
-        query = query.view(-1, self.shared, self.groups, self.size)
-        return query.permute(2, 1, 0, 3).reshape(1, self.heads, -1, self.size)
+        query = self.kernels.rope(
+            self.qkv(x), cos, sin, cache.slots, self.norm_weights, keys, values, self.heads, self.head_eps, **order
+        )  # fmt: skip
+        return query, keys, values
 
 
 class NativeLayer(_KernelLayer):
@@ -309,9 +305,21 @@ class NativeLayer(_KernelLayer):
         order = torch.arange(self.heads * self.size).view(self.groups, self.shared, self.size)
         return order.transpose(0, 1).reshape(-1)
 
+    def _by_head(self, query: Tensor) -> Tensor:
+        """[N x shared, groups, size] as [1, heads, N, size] in the model's order of heads."""
+        query = query.view(-1, self.shared, self.groups, self.size)
+        return query.permute(2, 1, 0, 3).reshape(1, self.heads, -1, self.size)
+
+    def __call__(self, x: Tensor, cache: KVBuffer, cos: Tensor, sin: Tensor, mask: Tensor | None) -> Tensor:
+        kernels = self.kernels
+        turned = self._turned(kernels.rms(x, self.before.weight, self.before.eps), cache, cos, sin)
+        x = self.out(self._attend(*turned, mask, cache), x)
+        return self.down(kernels.silu(self.gate_up(kernels.rms(x, self.after.weight, self.after.eps))), x)
+
     def _attend(
         self, query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, cache: KVBuffer
     ) -> Tensor:
+        """[N x shared, groups, size] to the input of `out`, [N, heads x size]."""
         count = query.shape[0] // self.shared
         if mask is not None and mask.shape[2] == query.shape[0]:
             rows = query.transpose(0, 1)[None]
@@ -328,16 +336,21 @@ class NativeLayer(_KernelLayer):
 class TritonLayer(_KernelLayer):
     """CUDA: kernels and tree attention from `triton_kernels`; prompts by torch's flash attention."""
 
-    def _order(self, mask: Tensor | None) -> dict[str, bool]:
-        return {"in_order": mask is None}  # flash attention takes heads of a token side by side as they lie
-
-    def _attend(
-        self, query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, cache: KVBuffer
-    ) -> Tensor:
+    def __call__(self, x: Tensor, cache: KVBuffer, cos: Tensor, sin: Tensor, mask: Tensor | None) -> Tensor:
+        kernels = self.kernels
+        normed = kernels.rms(x, self.before.weight, self.before.eps)
+        # Flash attention takes heads of a token side by side as they lie.
+        query, keys, values = self._turned(normed, cache, cos, sin, in_order=mask is None)
         if mask is not None:
-            return self.kernels.attend(
-                query, keys, values, mask[0, 0], cache.begins, cache.length, self.scaling
-            )
-        by_head = query.view(-1, self.heads, self.size).transpose(0, 1)[None]
-        seen = self._over_prompts(by_head, keys, values, cache.spans)
-        return seen[0].transpose(0, 1).reshape(-1, self.heads * self.size)
+            seen = self.attend(query, keys, values, mask, cache)
+        else:
+            by_head = query.view(-1, self.heads, self.size).transpose(0, 1)[None]
+            seen = self._over_prompts(by_head, keys, values, cache.spans)
+            seen = seen[0].transpose(0, 1).reshape(-1, self.heads * self.size)
+        x = self.out(seen, x)
+        both = self.gate_up(kernels.rms(x, self.after.weight, self.after.eps))
+        return self.down(kernels.silu(both), x)
+
+    def attend(self, query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, cache: KVBuffer) -> Tensor:
+        """[N x shared, groups, size] over a tree (mask [1, 1, N, columns]): [N, heads x size]."""
+        return self.kernels.attend(query, keys, values, mask[0, 0], cache.begins, cache.length, self.scaling)

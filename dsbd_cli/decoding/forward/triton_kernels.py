@@ -7,18 +7,26 @@ and splits the slots over enough programs to keep the whole device busy.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from dsbd_cli.decoding.forward.triton_products import Products, how, ready, starts_early
+
 # Programs to aim for: twice the multiprocessors of a large device.
 _PROGRAMS = 264
 _MOST_SPLITS = 32
+_BUSY_SPLIT = 512
+# Keys of a step, in numbers: two of them and two of values fit into the shared memory of any device since 2018.
+_TILE = 8192
 
 
 @triton.jit
-def _rms(x_ptr, weight_ptr, out_ptr, width, eps, BLOCK: tl.constexpr):
+def _rms(x_ptr, weight_ptr, out_ptr, width, eps, BLOCK: tl.constexpr, EARLY: tl.constexpr):
+    ready(EARLY)
     row = tl.program_id(0).to(tl.int64) * width
     at = tl.arange(0, BLOCK)
     inside = at < width
@@ -30,7 +38,8 @@ def _rms(x_ptr, weight_ptr, out_ptr, width, eps, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _silu(both_ptr, out_ptr, width, BLOCK: tl.constexpr):
+def _silu(both_ptr, out_ptr, width, BLOCK: tl.constexpr, EARLY: tl.constexpr):
+    ready(EARLY)
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = at < width
@@ -45,9 +54,10 @@ def _silu(both_ptr, out_ptr, width, BLOCK: tl.constexpr):
 def _rope(
     qkv_ptr, cos_ptr, sin_ptr, slots_ptr, q_weight_ptr, k_weight_ptr, query_ptr, keys_ptr, values_ptr,
     heads, groups, size, capacity, eps,
-    NORMED: tl.constexpr, IN_ORDER: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr,
+    NORMED: tl.constexpr, IN_ORDER: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """HEADS of a node's heads (queries, keys, values in turn): a prompt has too many for a program each."""
+    ready(EARLY)
     node = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     slot = tl.load(slots_ptr + node)
@@ -100,12 +110,14 @@ def _rope(
 def _attend(
     query_ptr, keys_ptr, values_ptr, mask_ptr, begins_ptr, used_ptr, part_ptr, peak_ptr, mass_ptr, turn_ptr, out_ptr,
     scaling, all_rows, rows, blocks, groups, shared, size, capacity, mask_width,
-    EXACT: tl.constexpr, DIM: tl.constexpr, ROWS: tl.constexpr, SLOTS: tl.constexpr,
+    EXACT: tl.constexpr, DIM: tl.constexpr, ROWS: tl.constexpr, SLOTS: tl.constexpr, LEAST: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     """One split of a request's slots for one block of its rows of one group; the last to end joins all of them.
 
     Args:
         rows, blocks: of each request; `all_rows` of them together.
+        LEAST: slots of a split.
         part_ptr, peak_ptr, mass_ptr: of each split: unnormalised output, maximum, mass.
         turn_ptr: zeros, one for each group and block; they are zeros again afterwards.
     """
@@ -113,8 +125,9 @@ def _attend(
     request = tl.program_id(0) // groups // blocks
     block = tl.program_id(0) // groups % blocks
     split, splits = tl.program_id(1), tl.num_programs(1)
+    ready(EARLY)
     used = tl.load(used_ptr + request).to(tl.int32)
-    span = tl.cdiv(tl.cdiv(used, splits), SLOTS) * SLOTS
+    span = tl.maximum(tl.cdiv(tl.cdiv(used, splits), SLOTS) * SLOTS, LEAST)
     row = block * ROWS + tl.arange(0, ROWS)
     real = row < rows
     row += request * rows
@@ -190,23 +203,34 @@ def _attend(
 
 
 class Kernels:
-    """The kernels on contiguous CUDA tensors; same calls as `native.Kernels`, and `attend`."""
+    """The kernels on contiguous CUDA tensors; same calls as `native.Kernels`, and `attend`.
 
-    def __init__(self) -> None:
+    Args:
+        device: where they will run; None: whatever it is, nothing starts early there.
+
+    Attributes:
+        products: those of few nodes with small weights, and what a forward begins with.
+    """
+
+    def __init__(self, device: torch.device | None = None) -> None:
+        self._early = device is not None and starts_early(device)
+        self.products = Products(self._early)
         self._turns: list[Tensor] = []  # the last is in use; older recordings may still hold the others
 
     def rms(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """RMS norm over the last dimension of [N, width]."""
         out = torch.empty_like(x)
         block = triton.next_power_of_2(x.shape[1])
-        _rms[(x.shape[0],)](x, weight, out, x.shape[1], eps, BLOCK=block, num_warps=8 if block > 1024 else 4)
+        _rms[(x.shape[0],)](
+            x, weight, out, x.shape[1], eps, BLOCK=block, **self._how(8 if block > 1024 else 4)
+        )
         return out
 
     def silu(self, both: Tensor) -> Tensor:
         """silu(gate) x up, from gate and up side by side: [N, 2 width] to [N, width]."""
         count, width = both.shape[0], both.shape[1] // 2
         out = both.new_empty((count, width))
-        _silu[(count, triton.cdiv(width, 1024))](both, out, width, BLOCK=1024)
+        _silu[(count, triton.cdiv(width, 1024))](both, out, width, BLOCK=1024, **self._how(4))
         return out
 
     def rope(
@@ -231,7 +255,7 @@ class Kernels:
             qkv, cos, sin, slots, q_weight, k_weight, query, keys, values,
             heads, groups, size, capacity, eps,
             NORMED=norms is not None, IN_ORDER=in_order, HEADS=each, HALF=triton.next_power_of_2(size // 2),
-            num_warps=1 if each == 1 else 4,
+            **self._how(1 if each == 1 else 4),
         )  # fmt: skip
         return query
 
@@ -255,20 +279,35 @@ class Kernels:
         shared, requests = all_rows // mask.shape[0], len(used)
         rows = all_rows // requests
         exact = query.dtype == torch.float32
-        block = min(64, max(16, triton.next_power_of_2(rows)))
-        blocks = triton.cdiv(rows, block)
+        dim = max(16, triton.next_power_of_2(size))
+        tile = self.attention_tile(rows, dim, exact)
+        blocks = triton.cdiv(rows, tile["ROWS"])
         programs = requests * groups * blocks
-        splits = max(1, min(_MOST_SPLITS, _PROGRAMS // programs))
+        # Joining splits takes time too: a busy device has fewer of short contexts, small blocks more of long ones.
+        splits = max(1, min(_MOST_SPLITS, (1 if exact or blocks == 1 else 2) * _PROGRAMS // programs))
+        least = tile["SLOTS"] if exact or 2 * programs < _PROGRAMS else _BUSY_SPLIT
         part = query.new_empty((splits, all_rows, groups, size), dtype=torch.float32)
         peak, mass = query.new_empty((2, splits, all_rows, groups), dtype=torch.float32)
         out = query.new_empty((mask.shape[0], groups * shared * size))
-        dim = max(16, triton.next_power_of_2(size))
         _attend[(programs, splits)](
             query, keys, values, mask, begins, used, part, peak, mass, self._turns_for(programs, query), out,
             scaling, all_rows, rows, blocks, groups, shared, size, keys.shape[2], mask.stride(0),
-            EXACT=exact, DIM=dim, ROWS=block, SLOTS=32 if exact else 64, num_warps=4, num_stages=2,
+            EXACT=exact, DIM=dim, LEAST=least, **tile, **self._how(4),
         )  # fmt: skip
         return out
+
+    def attention_tile(self, rows: int, dim: int, exact: bool) -> dict[str, int]:
+        """Rows and slots of a step of `attend`, and steps in flight, for so many rows of a request."""
+        # In half precision its time is mostly waiting, which many programs of few rows share.
+        most = 16 if not exact else 64 if dim <= 128 else 32
+        return {
+            "ROWS": min(most, max(16, triton.next_power_of_2(rows))),
+            "SLOTS": 32 if exact else max(32, min(128, _TILE // dim)),
+            "num_stages": 2 if dim <= 128 else 1,
+        }
+
+    def _how(self, warps: int) -> dict[str, Any]:
+        return how(self._early, warps)
 
     def _turns_for(self, count: int, like: Tensor) -> Tensor:
         """Zeros that outlive the call: a capture keeps their address, and every use leaves zeros."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from dsbd_cli.decoding.forward import llama
+from dsbd_cli.decoding.forward.few import few_nodes
 from dsbd_cli.decoding.forward.kernels import DenseLinear
 from dsbd_cli.decoding.forward.llama import TorchLayer, TritonLayer
 from dsbd_cli.decoding.model.hf_model import HfTreeModel
@@ -20,6 +22,7 @@ if not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("no CUDA device, and TRITON_INTERPRET is not 1", allow_module_level=True)
 
 from dsbd_cli.decoding.forward.triton_kernels import Kernels
+from dsbd_cli.decoding.forward.triton_products import Products
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # The interpreter has no bfloat16 products.
@@ -125,3 +128,58 @@ def test_layers_with_kernels_are_layers_without(tmp_path, kind):
         tree.forward([*below, *level])
         rows.append(torch.stack([tree.log_row(node) for node in [root, *level, *below]]))
     assert (rows[0] - rows[1]).abs().max() < 1e-4
+
+
+def test_a_forward_begins_with_embeddings_and_turns_of_tensors_of_any_stride():
+    embed, norm = noise(50, 96, dtype=DTYPES[1]), noise(96, dtype=DTYPES[1], seed=1)
+    turns = noise(40, 24, dtype=DTYPES[1], seed=2), noise(40, 24, dtype=DTYPES[1], seed=3)
+    ids = torch.arange(0, 50, 5, device=DEVICE)[::2]
+    one_for_all = torch.tensor([[7]], device=DEVICE).expand(-1, 5).flatten()
+    assert one_for_all.stride() == (0,)
+    for positions in (one_for_all, torch.tensor([39, 0, 1, 7, 7], device=DEVICE)):
+        rows, cos, sin = Products(False).start(ids, positions, embed, norm, turns)
+        assert torch.equal(rows.x, embed[ids])
+        assert torch.equal(rows.scaled, embed[ids] * norm)
+        assert torch.allclose(rows.squares, embed[ids].float().pow(2).sum(1)[None])
+        assert torch.equal(cos, turns[0][positions])
+        assert torch.equal(sin, turns[1][positions])
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3"])
+def test_few_nodes_of_a_small_model_are_what_its_layers_compute(tmp_path, monkeypatch, kind):
+    """Five kernels a layer round no more than tensor operations do, by float32: a tree, biases, norms of heads."""
+    sizes = {"hidden_size": 128, "intermediate_size": 192, "num_attention_heads": 4, "num_key_value_heads": 2}
+    model = rand(tmp_path, kind, head_dim=64, initializer_range=0.2, **sizes).to(DEVICE)
+    for name, weight in model.named_parameters():
+        if name.endswith(("bias", "norm.weight")):
+            weight.data = weight.data + 0.3 * torch.randn_like(weight)
+    half = copy.deepcopy(model).to(DTYPES[1])
+    rounded = copy.deepcopy(half).float()  # the same weights
+    rows = []
+    for one, few in ((rounded, False), (half, False), (half, True)):
+        forward = llama.LlamaForward(one, DenseLinear, None)
+        if few:
+            kernels = Kernels()
+            forward.kernels, forward._products, forward.reads_length = kernels, kernels.products, True
+            forward._layers = [
+                TritonLayer(i, layer, DenseLinear, half.dtype, kernels)
+                for i, layer in enumerate(half.model.layers)
+            ]
+            forward._few = few_nodes(forward._layers, forward._norm, forward._head, kernels.products)
+            assert forward._few is not None
+        tree, root = HfTreeModel(one, vocab_size=VOCAB, graphs=False), Node(-1, None)
+        tree._use(forward)
+        tree._served = True
+        tree.prefill([5, 6, 7, 8], root)
+        level = [Node(token, root) for token in range(9, 30)]  # more than 16
+        below = [Node(12, level[1]), Node(13, level[1])]
+        with monkeypatch.context() as patch:
+            patch.setattr(
+                TritonLayer if few else TorchLayer, "__call__", None if few else TorchLayer.__call__
+            )
+            tree.forward(level)  # not by layers as such
+            tree.forward(below)
+        rows.append(torch.stack([tree.log_row(node).float() for node in [*level, *below]]))
+    theirs, ours = ((one - rows[0]).abs() for one in rows[1:])
+    assert ours.mean() < 1.2 * theirs.mean()
+    assert ours.max() < 2 * theirs.max()
