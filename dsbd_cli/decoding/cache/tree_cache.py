@@ -198,18 +198,18 @@ class TreeCache:
         open_rows = [self._entries[node].mask_row if node in self._open else 0 for node in nodes]
         new_rows = iter(self.masks.take(open_rows.count(0)))
         mask_rows = [row or next(new_rows) for row in open_rows]
-        inside = np.zeros((count, count), dtype=bool)
+        inside = bytearray(count * count)
         base: list[int] = []
         for i, (node, mask_row) in enumerate(zip(nodes, mask_rows, strict=True)):
             parent = node.parent
             assert parent is not None
-            if parent in place:
-                inside[i] = inside[place[parent]]
-                base.append(base[place[parent]])
+            if (above := place.get(parent)) is not None:
+                inside[i * count : (i + 1) * count] = inside[above * count : (above + 1) * count]
+                base.append(base[above])
             else:
                 # A known node's own row holds all that its parent's does, and is open.
                 base.append(open_rows[i] or self._open_row(parent))
-            inside[i, i] = True
+            inside[i * count + i] = 1
             if node in slots:
                 self._enter(node, slots[node])
             self._entries[node].mask_row = mask_row
@@ -220,7 +220,7 @@ class TreeCache:
             [self._entries[node].slot for node in nodes],
             mask_rows,
             base,
-            inside,
+            np.frombuffer(inside, dtype=bool).reshape(count, count),
             self.slots.used,
             self.begin,
         )

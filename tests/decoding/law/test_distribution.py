@@ -13,6 +13,7 @@ from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
+from dsbd_cli.decoding.law import distribution
 from dsbd_cli.decoding.law.distribution import (
     LogitsProcessor,
     Row,
@@ -271,3 +272,31 @@ def test_one_seed_one_stream_and_streams_are_independent() -> None:
     one, other = SeededSampler(3, 0), SeededSampler(3, 0)
     # n draws at once use the same uniforms as n draws one by one.
     assert one.sample(weights, 3) == [other.sample(weights, 1)[0] for _ in range(3)]
+
+
+@settings(max_examples=300)
+@given(table=tables(), t=WARPS, narrow=st.booleans())
+def test_few_entries_one_by_one_give_the_same_bits(table, t, narrow):
+    scores, logps = table
+    processor = LogitsProcessor(t.tau, t.k or 3, t.p)
+    rows = rows_of(logps.astype(np.float32 if narrow else np.float64), processor.top_n)
+    with pytest.MonkeyPatch.context() as patch:
+        few = joint(scores, rows, processor)
+        patch.setattr(distribution, "_FEW", -1)
+        many = joint(scores, rows, processor)
+    assert [part.dtype for part in few] == [part.dtype for part in many]
+    assert [part.tobytes() for part in few] == [part.tobytes() for part in many]
+
+
+def test_draws_from_few_weights_are_those_from_many(monkeypatch):
+    rng = np.random.default_rng(0)
+    for seed in range(200):
+        weights = rng.random(int(rng.integers(1, 60))) * (rng.random() < 0.9)
+        weights[rng.integers(len(weights))] = rng.choice([1.0, 1e-300, 1e300])
+        weights[-int(rng.integers(0, 3)) or len(weights) :] = 0
+        if not weights.any():
+            continue
+        few = SeededSampler(seed, 0).sample(weights, 20)
+        with monkeypatch.context() as patch:
+            patch.setattr(distribution, "_FEW", -1)
+            assert few == SeededSampler(seed, 0).sample(weights, 20)
