@@ -33,8 +33,7 @@ class Request(ctypes.Structure):
 
 class Step(ctypes.Structure):
     _fields_ = [("request", Request),
-                *((name, _pointer) for name in ("ids", "at", "rows", "base", "inside", "embedding", "cos", "sin",
-                                                "table", "hidden")),
+                *((name, _pointer) for name in ("numbers", "embedding", "cos", "sin", "table", "hidden")),
                 ("width", _long), ("positions", _pointer), ("rows_of", _pointer), ("vocab", _long), ("best", _long),
                 *((name, _pointer) for name in ("best_ids", "best_logps", "finite"))]  # fmt: skip
 

@@ -234,23 +234,21 @@ class WholeForward:
         if max(plan.ids) >= self._tokens:
             raise IndexError(f"token {max(plan.ids)} of {self._tokens}")
         with self._one:
-            cache, step, request = stores.cache, self._step, self._request
+            cache, step = stores.cache, self._step
             seen = self._seen
             same = seen[0] is cache and seen[1] == cache.capacity and seen[2] is stores.masks.table
             if not same or seen[3] is not self._turns:
                 self._point_at(stores)
-            nodes, line = len(plan), 8 * len(plan)
-            numbers = array(
-                "q", [*plan.ids, *plan.positions, *plan.slots, *plan.mask_rows, *plan.base, *keep]
-            )
-            first = numbers.buffer_info()[0]
-            step.ids, step.at, request.slots = first, first + line, first + 2 * line
-            step.rows, step.base, request.keep = first + 3 * line, first + 4 * line, first + 5 * line
-            step.inside = plan.inside.ctypes.data
-            request.count, request.used, request.kept = nodes, plan.used, len(keep)
-            out = self._out = self._out.holding(len(keep), min(count, vocab, self._rows))
-            step.vocab, step.best = vocab, out.count
-            step.best_ids, step.best_logps, step.finite = out.addresses
+            numbers = array("q", [
+                len(plan), plan.used, len(keep), *plan.ids, *plan.positions, *plan.slots, *plan.mask_rows,
+                *plan.base, *plan.sight, *keep,
+            ])  # fmt: skip
+            step.numbers = numbers.buffer_info()[0]
+            out, most = self._out, min(count, vocab, self._rows)
+            if len(keep) > out.most or most != out.count or vocab != step.vocab:
+                out = self._out = _Out(max(2 * len(keep), out.most), most)
+                step.vocab, step.best = vocab, most
+                step.best_ids, step.best_logps, step.finite = out.addresses
             team = self._threads()
             call = ctypes.byref(self._model), ctypes.byref(step), ctypes.byref(team)
             size = self._library.step(*call, *self._memory_at)
@@ -329,10 +327,6 @@ class _Out:
             np.empty(most, dtype=bool),
         )  # fmt: skip
         self.addresses = tuple(part.ctypes.data for part in self._parts)
-
-    def holding(self, rows: int, count: int) -> _Out:
-        """Itself, or a new one that has room for so many."""
-        return self if rows <= self.most and count == self.count else _Out(max(2 * rows, self.most), count)
 
     def rows(self, count: int) -> Best:
         ids, logps, finite = self._parts

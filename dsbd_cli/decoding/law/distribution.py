@@ -119,14 +119,14 @@ def _joint_of_few(
     else:
         entries = [entry for entry in entries if entry[0] < np.inf]
         peak = entries[0][0]
-        prob = np.exp(np.array([(peak - entry[0]) / processor.temperature for entry in entries]))
-        prob /= prob.sum()
-        chances = prob.tolist()
+        weights = np.exp(np.array([(peak - entry[0]) / processor.temperature for entry in entries]))
+        mass = float(weights.sum())
+        chances = [weight / mass for weight in weights.tolist()]
         if processor.top_p < 1:
             chances = chances[: bisect_left(list(accumulate(chances)), processor.enough) + 1]
         while not chances[-1]:  # best first: what has underflowed stands at the end
             chances.pop()
-        total = float(prob[: len(chances)].sum())
+        total = float(np.array(chances).sum())
     kept = sorted((entry[1:], chance / total) for entry, chance in zip(entries, chances, strict=False))
     found, last = zip(*kept, strict=True)
     parent, token, logp = zip(*found, strict=True)

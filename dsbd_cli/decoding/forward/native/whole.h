@@ -38,11 +38,12 @@ void forward(const model *m, const request *r, const team *t, char *memory);
  * that a forward reads have thrown everything else out of the caches: what is called around it costs by how much code
  * that is, ten times what it does in a loop of its own. */
 typedef struct {
-    request r; /* without x, cos, sin, mask, positions and logits, which are made here */
-    const int64_t *ids, *at, *rows, *base; /* [count]: token, position, row of the table to write and to begin with */
-    const uint8_t *inside;                 /* [count, count]: whether node i sees node j of these */
-    const real *embedding, *cos, *sin;     /* by token; by position */
-    real *table;                           /* [rows, width]: see `cache/buffers.py`, TreeMasks */
+    request r; /* capacity, keys and values; the rest is made here */
+    /* count, used, kept; [count] each: token, position, slot, row of the table to write and to begin with, place of
+     * the parent among these (-1: outside); [kept]: places of those whose logits are wanted. */
+    const int64_t *numbers;
+    const real *embedding, *cos, *sin; /* by token; by position */
+    real *table;                       /* [rows, width]: see `cache/buffers.py`, TreeMasks */
     const real *hidden;
     long width;
     int64_t *positions; /* [capacity], of all slots; or NULL */
@@ -62,7 +63,13 @@ static inline void gathered(const real *from, const int64_t *which, long count, 
 /* 0; -1 where there is no memory; or how many bytes of memory it needs, where `size` are fewer: nothing is done then. */
 long step(const model *m, tree_step *s, const team *t, char *memory, long size) {
     request *r = &s->r;
-    long count = r->count, own = (room(m, count, r->used, r->capacity, t->threads) + 63) / 64 * 64;
+    const int64_t *ids = s->numbers + 3;
+    long count = r->count = s->numbers[0];
+    r->used = s->numbers[1], r->kept = s->numbers[2];
+    const int64_t *at = ids + count, *slots = at + count, *rows = slots + count, *base = rows + count;
+    const int64_t *above = base + count;
+    r->slots = slots, r->keep = above + count;
+    long own = (room(m, count, r->used, r->capacity, t->threads) + 63) / 64 * 64;
     long x_bytes = line_bytes(count * m->hidden), turn_bytes = line_bytes(count * m->size);
     long mask_bytes = line_bytes(count * s->width), need = own + x_bytes + 2 * turn_bytes + mask_bytes;
     need += line_bytes(r->kept * m->head.out);
@@ -70,17 +77,18 @@ long step(const model *m, tree_step *s, const team *t, char *memory, long size) 
     char *rest = memory + own;
     real *x = (real *)rest, *cos = (real *)(rest += x_bytes), *sin = (real *)(rest += turn_bytes);
     real *mask = (real *)(rest += turn_bytes), *logits = (real *)(rest + mask_bytes);
-    gathered(s->embedding, s->ids, count, m->hidden, x);
-    gathered(s->cos, s->at, count, m->size, cos);
-    gathered(s->sin, s->at, count, m->size, sin);
-    gathered(s->table, s->base, count, s->width, mask);
+    gathered(s->embedding, ids, count, m->hidden, x);
+    gathered(s->cos, at, count, m->size, cos);
+    gathered(s->sin, at, count, m->size, sin);
+    gathered(s->table, base, count, s->width, mask);
     for (long n = 0; n < count; n++) {
         real *row = mask + n * s->width;
-        for (long i = 0; i < count; i++) row[r->slots[i]] = s->inside[n * count + i] ? 0 : *s->hidden;
-        if (s->positions) s->positions[r->slots[n]] = s->at[n];
+        for (long i = 0; i < count; i++) row[slots[i]] = *s->hidden;
+        for (long i = n; i >= 0; i = above[i]) row[slots[i]] = 0;
+        if (s->positions) s->positions[slots[n]] = at[n];
     }
     for (long n = 0; n < count; n++)
-        memcpy(s->table + s->rows[n] * s->width, mask + n * s->width, (size_t)s->width * sizeof(real));
+        memcpy(s->table + rows[n] * s->width, mask + n * s->width, (size_t)s->width * sizeof(real));
     r->x = x, r->cos = cos, r->sin = sin, r->mask = mask, r->mask_stride = s->width;
     r->positions = s->positions, r->logits = logits;
     forward(m, r, t, memory);
