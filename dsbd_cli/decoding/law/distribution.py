@@ -14,7 +14,7 @@ import numpy as np
 _HEAD = 1024
 # Up to so many numbers are looked at one by one. Between two forwards, whose weights have thrown everything else out
 # of the caches, an array operation costs by the code that it is made of: ten times what it does in a loop of its own.
-_FEW = 200
+FEW = 200
 # Sums of probabilities round: nine tokens of ten equal ones reach a top-p of 0.9.
 _SUMS_ROUND = 1e-14
 
@@ -86,7 +86,7 @@ def joint(scores: Sequence[float] | np.ndarray, rows: Sequence[Row], processor: 
     """
     size = 1 if processor.greedy else processor.top_k
     sizes = [len(row.tokens) for row in rows]
-    if size and sum(sizes) <= _FEW:
+    if size and sum(sizes) <= FEW:
         return _joint_of_few(scores, rows, size, processor)
     parent = np.repeat(np.arange(len(rows)), sizes)
     token = np.concatenate([row.tokens for row in rows])
@@ -184,6 +184,12 @@ def most_probable(support: Support, count: int, mass: float = 1.0) -> np.ndarray
     Args:
         mass: stop at the first that completes this much probability.
     """
+    if len(support.prob) <= FEW:
+        chances = support.prob.tolist()
+        few = sorted(range(len(chances)), key=chances.__getitem__, reverse=True)[:count]  # stable
+        if mass < 1:
+            few = few[: bisect_left(list(accumulate(chances[i] for i in few)), mass) + 1]
+        return np.array(few, dtype=np.int64)
     order = np.argsort(-support.prob, kind="stable")[:count]
     if mass < 1:
         order = order[: int(np.searchsorted(np.cumsum(support.prob[order]), mass)) + 1]
@@ -253,7 +259,7 @@ class SeededSampler:
         return ahead
 
     def sample(self, weights: np.ndarray, count: int) -> list[int]:
-        if len(weights) <= _FEW:
+        if len(weights) <= FEW:
             sums = list(accumulate(weights.tolist()))
             end = bisect_left(sums, sums[-1])
             return [min(bisect_right(sums, u * sums[-1]), end) for u in self._rng.random(count).tolist()]

@@ -13,7 +13,8 @@ from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
-from dsbd_cli.decoding.law import distribution
+from dsbd_cli.decoding.law import beam_search, distribution
+from dsbd_cli.decoding.law.beam_search import best_candidates
 from dsbd_cli.decoding.law.distribution import (
     LogitsProcessor,
     Row,
@@ -282,7 +283,7 @@ def test_few_entries_one_by_one_give_the_same_bits(table, t, narrow):
     rows = rows_of(logps.astype(np.float32 if narrow else np.float64), processor.top_n)
     with pytest.MonkeyPatch.context() as patch:
         few = joint(scores, rows, processor)
-        patch.setattr(distribution, "_FEW", -1)
+        patch.setattr(distribution, "FEW", -1)
         many = joint(scores, rows, processor)
     assert [part.dtype for part in few] == [part.dtype for part in many]
     assert [part.tobytes() for part in few] == [part.tobytes() for part in many]
@@ -298,5 +299,21 @@ def test_draws_from_few_weights_are_those_from_many(monkeypatch):
             continue
         few = SeededSampler(seed, 0).sample(weights, 20)
         with monkeypatch.context() as patch:
-            patch.setattr(distribution, "_FEW", -1)
+            patch.setattr(distribution, "FEW", -1)
             assert few == SeededSampler(seed, 0).sample(weights, 20)
+
+
+@settings(max_examples=200)
+@given(table=tables(), count=st.integers(1, 9), mass=st.sampled_from([1.0, 0.3, 0.75, 0.9999]))
+def test_the_best_of_few_are_those_of_many(table, count, mass):
+    scores, logps = table
+    support = joint(scores, rows_of(logps, 0), LogitsProcessor())
+    rows = rows_of(logps.astype(np.float32), 5)
+    weights = [float(np.float32(score / 3)) for score in scores]
+    with pytest.MonkeyPatch.context() as patch:
+        few = most_probable(support, count, mass), *best_candidates(weights, rows, count)
+        patch.setattr(distribution, "FEW", -1)
+        patch.setattr(beam_search, "FEW", -1)
+        many = most_probable(support, count, mass), *best_candidates(weights, rows, count)
+    assert [part.dtype for part in few] == [part.dtype for part in many]
+    assert [part.tobytes() for part in few] == [part.tobytes() for part in many]
