@@ -101,12 +101,15 @@ class ConfirmedText:
 
     def __init__(self, decode: Detokenizer, stop: Sequence[str]) -> None:
         self._decode, self._stop = decode, tuple(stop)
-        self._anchor = self._read = 0
+        self._anchor = self._read = self._last = 0
         self._ready = ""
         self.printed = ""
 
     def advance(self, node: Node) -> str:
         """New text that `node` (unfinished, and extending all nodes given before) confirms; may be ''."""
+        if node.depth == self._last:  # the same one again: beams may agree on nothing new for a while
+            return ""
+        self._last = node.depth
         ids = node.tail(node.depth - self._anchor)
         before = self._decode(ids[: self._read - self._anchor])
         after = self._decode(ids)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -106,6 +107,22 @@ def test_text_that_is_no_text_is_flushed_once(tmp_path: Any) -> None:
     assert whole.count("\ufffd") > 1
     assert whole.startswith(seen)
     assert seen + text.finish(whole) == whole
+
+
+def test_a_sequence_that_has_not_grown_is_not_decoded_again() -> None:
+    asked: list[int] = []
+
+    def say(ids: Sequence[int]) -> str:
+        asked.append(len(ids))
+        return "".join(map(chr, ids))
+
+    text = ConfirmedText(say, ())  # type: ignore[arg-type]
+    first, second = path([ord("a"), ord("b")])
+    assert text.advance(first) == "a"
+    before = len(asked)
+    assert text.advance(first) == ""
+    assert len(asked) == before
+    assert text.advance(second) == "b"
 
 
 @pytest.mark.parametrize("lead", [0, 200])

@@ -180,12 +180,16 @@ class KVBuffer:
 
         (Only models with a sliding window ask.)
         """
+        self.positions(positions.device).index_copy_(0, self.slots, positions)
+        return self._positions[: self.used]
+
+    def positions(self, device: torch.device) -> Tensor:
+        """int64 [capacity]: the position of each slot, of those that `note` or C has written down."""
         if len(self._positions) < self.capacity:
             old = self._positions
-            self._positions = positions.new_zeros(self.capacity)
+            self._positions = torch.zeros(self.capacity, dtype=torch.long, device=device)
             self._positions[: len(old)] = old
-        self._positions.index_copy_(0, self.slots, positions)
-        return self._positions[: self.used]
+        return self._positions
 
     def grow(self, capacity: int) -> None:
         """Enlarge every buffer to `capacity` slots, contents kept.
@@ -196,17 +200,21 @@ class KVBuffer:
         if capacity <= self.capacity:
             return
         try:
-            for store in (self.keys, self.values):
-                for layer, old in store.items():
-                    new = old.new_zeros((*old.shape[:2], capacity, old.shape[3]))
-                    new[:, :, : self.capacity] = old
-                    store[layer] = new
+            self._enlarge(capacity)
         except BaseException:
             self.keys.clear()
             self.values.clear()
             raise
         finally:
             self.capacity = capacity  # whoever holds addresses learns from it that they are none any more
+
+    @torch.inference_mode(False)
+    def _enlarge(self, capacity: int) -> None:
+        for store in (self.keys, self.values):
+            for layer, old in store.items():
+                new = old.new_zeros((*old.shape[:2], capacity, old.shape[3]))
+                new[:, :, : self.capacity] = old
+                store[layer] = new
 
     def clear(self) -> None:
         """Zero everything: what a broken forward wrote must not reach a later one."""
@@ -255,6 +263,7 @@ class TreeMasks:
         if slots > self.table.shape[1]:
             self._resize(self.table.shape[0], slots)
 
+    @torch.inference_mode(False)  # a table that is written to from anywhere
     def _resize(self, rows: int, slots: int) -> None:
         old = self.table
         self.table = old.new_full((rows, slots), self.hidden)
@@ -437,8 +446,7 @@ class LogitStore:
 
     def _row(self, node: Node, size: int) -> Row:
         if size:
-            tokens, logps = self.best(node, size)
-            return Row(tokens, logps.astype(np.float64))
+            return Row(*self.best(node, size))
         logps = self._whole(node).cpu().numpy().astype(np.float64)
         return Row(
             self._tokens(np.arange(len(logps))), logps

@@ -28,7 +28,7 @@ class Plan:
         ids, positions, slots: token, position and slot of each node, slots from `begin` on.
         mask_rows: the mask row that each node gets.
         base: the mask row of the nearest ancestor outside this forward.
-        inside: bool [N, N], whether node i sees node j of this forward (itself or an ancestor).
+        sight: the place in this forward of each node's parent, -1 where that is outside; or `inside` itself.
         used: slots to look at.
         begin: where the tree's region begins.
     """
@@ -38,12 +38,23 @@ class Plan:
     slots: list[int]
     mask_rows: list[int]
     base: list[int]
-    inside: np.ndarray
+    sight: list[int] | np.ndarray
     used: int
     begin: int = 0
 
     def __len__(self) -> int:
         return len(self.ids)
+
+    @property
+    def inside(self) -> np.ndarray:
+        """bool [N, N], whether node i sees node j of this forward (itself or an ancestor)."""
+        if isinstance(self.sight, np.ndarray):
+            return self.sight
+        inside = np.eye(len(self.sight), dtype=bool)
+        for i, parent in enumerate(self.sight):
+            if parent >= 0:
+                inside[i] |= inside[parent]
+        return inside
 
 
 @dataclass(eq=False, slots=True)
@@ -151,15 +162,14 @@ class TreeCache:
         self._entries, self._tips, self._prompt, self._prompt_slots = {}, set(), [], []
 
     def prompt_plan(self, begin: int, end: int) -> Plan:
-        """Prompt tokens `begin` to `end`, in order; `inside` is left empty: each sees those before it."""
+        """Prompt tokens `begin` to `end`, in order; `sight` is left empty: each sees those before it."""
         entry = self._entries[self._root]
         slots = self._take(end - begin)
         self._prompt_slots += slots
         entry.slot = slots[-1]
         row, count = entry.mask_row, end - begin
         ids, positions = self._prompt[begin:end], list(range(begin, end))
-        nothing = np.zeros((0, 0), dtype=bool)
-        return Plan(ids, positions, slots, [row] * count, [row] * count, nothing, self.slots.used, self.begin)
+        return Plan(ids, positions, slots, [row] * count, [row] * count, [], self.slots.used, self.begin)
 
     def straight(self, end: int) -> bool:
         """Whether the first `end` prompt tokens lie in slots 1, 2, ... in order."""
@@ -191,25 +201,19 @@ class TreeCache:
 
     def plan(self, nodes: list[Node]) -> Plan:
         """Enter `nodes` (parents first) into the tree; what their forward needs."""
-        count = len(nodes)
         place = {node: i for i, node in enumerate(nodes)}
         fresh = [node for node in nodes if node not in self._entries]
         slots = dict(zip(fresh, self._take(len(fresh)), strict=True))
         open_rows = [self._entries[node].mask_row if node in self._open else 0 for node in nodes]
         new_rows = iter(self.masks.take(open_rows.count(0)))
         mask_rows = [row or next(new_rows) for row in open_rows]
-        inside = np.zeros((count, count), dtype=bool)
+        above = [place.get(node.parent, -1) if node.parent is not None else -1 for node in nodes]
         base: list[int] = []
         for i, (node, mask_row) in enumerate(zip(nodes, mask_rows, strict=True)):
             parent = node.parent
             assert parent is not None
-            if parent in place:
-                inside[i] = inside[place[parent]]
-                base.append(base[place[parent]])
-            else:
-                # A known node's own row holds all that its parent's does, and is open.
-                base.append(open_rows[i] or self._open_row(parent))
-            inside[i, i] = True
+            # A known node's own row holds all that its parent's does, and is open.
+            base.append(base[above[i]] if above[i] >= 0 else open_rows[i] or self._open_row(parent))
             if node in slots:
                 self._enter(node, slots[node])
             self._entries[node].mask_row = mask_row
@@ -220,7 +224,7 @@ class TreeCache:
             [self._entries[node].slot for node in nodes],
             mask_rows,
             base,
-            inside,
+            above,
             self.slots.used,
             self.begin,
         )

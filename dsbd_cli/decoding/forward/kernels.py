@@ -289,6 +289,10 @@ class CKernels:
             raise MemoryError("no memory for a row of logits")
         return ids, logps, finite.astype(bool)
 
+    def rows_of(self, dtype: torch.dtype) -> int:
+        """The address of what `top_logits` calls, for C: built once, so that its bits are the same everywhere."""
+        return int(ctypes.cast(self._functions["rows", dtype], ctypes.c_void_p).value or 0)
+
 
 def c_kernels_serve(dtype: torch.dtype, head: int = 0) -> bool:
     """Whether the C kernels exist here for this dtype and head size."""

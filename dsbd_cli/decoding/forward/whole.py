@@ -1,13 +1,14 @@
 """A whole CPU forward in one call to C: what the two kinds (`amx.py`, `simd.py`) share.
 
 Nothing returns to Python between layers: a small model's forward is bound by reading its weights once
-everything else is out of the way. The records here are those of `native/whole.h`.
+everything else is out of the way. One module, since what C is pointed to is made, kept and handed over together.
 """
 
 from __future__ import annotations
 
 import ctypes
 import threading
+from array import array
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -15,46 +16,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dsbd_cli.decoding.cache.buffers import KVBuffer
+from dsbd_cli.decoding.cache.buffers import KVBuffer, Stores
+from dsbd_cli.decoding.cache.logits import Best
+from dsbd_cli.decoding.cache.tree_cache import Plan
 from dsbd_cli.decoding.forward import native
+from dsbd_cli.decoding.forward.kernels import c_kernels
+from dsbd_cli.decoding.forward.records import Layer, Linear, Model, Request, Step
+from dsbd_cli.decoding.forward.records import prototyped as prototyped
 from dsbd_cli.loading.ready import packed
 from dsbd_cli.loading.ready.packed import Piece, Place
 
 _ROPES_BY_POSITION = {"default", "linear", "llama3"}
 _UNIT = 16
-_pointer, _long, _float = ctypes.c_void_p, ctypes.c_long, ctypes.c_float
-
-
-class Linear(ctypes.Structure):
-    _fields_ = [("weight", _pointer), ("scale", _pointer), ("bias", _pointer), ("inputs", _long),
-                ("outputs", _long), ("format", _long)]  # fmt: skip
-
-
-class _Layer(ctypes.Structure):
-    _fields_ = [*((name, _pointer) for name in ("before", "after", "q_norm", "k_norm")),
-                *((name, Linear) for name in ("qkv", "out", "gate_up", "down"))]  # fmt: skip
-
-
-class _Model(ctypes.Structure):
-    _fields_ = [*((name, _long) for name in ("layers", "hidden", "heads", "groups", "size", "inner", "int8")),
-                *((name, _float) for name in ("eps", "head_eps", "scaling")),
-                ("layer", ctypes.POINTER(_Layer)), ("norm", _pointer), ("head", Linear)]  # fmt: skip
-
-
-class _Request(ctypes.Structure):
-    _fields_ = [*((name, _long) for name in ("count", "used", "capacity", "begin")),
-                *((name, _pointer) for name in ("x", "cos", "sin", "mask")), ("mask_stride", _long),
-                *((name, _pointer) for name in ("slots", "keep", "positions")), ("kept", _long),
-                *((name, _pointer) for name in ("keys", "values", "logits"))]  # fmt: skip
-
-
-def prototyped(library: Any) -> Any:
-    """The types of a library's `room` and `forward`."""
-    library.room.restype = _long
-    library.room.argtypes = [_pointer, _long, _long, _long, _long]
-    library.forward.restype = None
-    library.forward.argtypes = [_pointer] * 4
-    return library
+_pointer = ctypes.c_void_p
 
 
 class WholeForward:
@@ -70,6 +44,7 @@ class WholeForward:
 
     Attributes:
         dtype: of activations, keys, values and logits.
+        takes_plans: whether `best` serves; else `__call__` does.
         relative_node_cost: what a node more costs, in forwards of one node.
     """
 
@@ -98,9 +73,9 @@ class WholeForward:
         if found is not None and [one[:2] for one in found] != _shapes(model):
             found = None
         self._known: Iterator[Piece] | None = None if found is None else iter(found)
-        array = (_Layer * len(self._layers))(*[self._layer(layer) for layer in self._layers])
+        array = (Layer * len(self._layers))(*[self._layer(layer) for layer in self._layers])
         head_norm = getattr(attention, "q_norm", None)
-        self._model = _Model(
+        self._model = Model(
             len(self._layers), config.hidden_size, config.num_attention_heads, self._groups, self._size,
             config.intermediate_size, int(int8), inner.norm.variance_epsilon,
             0.0 if head_norm is None else head_norm.variance_epsilon, attention.scaling,
@@ -110,8 +85,27 @@ class WholeForward:
         if place is not None and found is None:
             self.keep(place)
         self._memory = torch.empty(0, dtype=torch.uint8)
+        self._memory_at = 0, 0  # its address and size
         self._one = threading.Lock()  # Python's own is not held meanwhile, and the memory is one
         self._pools: tuple[Any, int, Any, Any] = (None, 0, None, None)
+        self._step = Step()
+        self._request = self._step.request
+        self._seen: tuple[Any, ...] = (None, 0, None, None)  # what the step's addresses are of
+        self._out = _Out(0, 0)
+        self.takes_plans = self._looks_up_in_c()
+
+    def _looks_up_in_c(self) -> bool:
+        """Whether C can find tokens and turns itself, as they lie; its step then knows where."""
+        table, kernels = self._embed.weight, c_kernels()
+        as_they_lie = type(self._embed) is torch.nn.Embedding and table.dtype == self.dtype
+        if not as_they_lie or not table.is_contiguous() or not self._by_position() or kernels is None:
+            return False
+        self._tokens = len(table)
+        hidden = torch.full((1,), torch.finfo(self.dtype).min, dtype=self.dtype)
+        self._kept += [table, hidden]
+        self._step.embedding, self._step.hidden = table.data_ptr(), hidden.data_ptr()
+        self._step.rows_of = kernels.rows_of(self.dtype)
+        return True
 
     def _layout(self) -> str:
         """What its packed weights are laid out for: another one cannot read them."""
@@ -179,11 +173,11 @@ class WholeForward:
             *(None if one is None else _float32(one) for one in (scale, small)),
         )
 
-    def _layer(self, layer: Any) -> _Layer:
+    def _layer(self, layer: Any) -> Layer:
         attention, mlp = layer.self_attn, layer.mlp
         norms = [layer.input_layernorm, layer.post_attention_layernorm]
         norms += [getattr(attention, "q_norm", None), getattr(attention, "k_norm", None)]
-        return _Layer(
+        return Layer(
             *[None if norm is None else self._small(norm.weight, self.dtype) for norm in norms],
             self._linear(attention.q_proj, attention.k_proj, attention.v_proj),
             self._linear(attention.o_proj),
@@ -216,29 +210,98 @@ class WholeForward:
         logits = torch.empty((len(keep), self._rows), dtype=self.dtype)
         keys, values = self._pool(cache, x)
         places = cache.note(positions).data_ptr() if self._needs_positions else None
-        request = _Request(
+        request = Request(
             count, cache.used, cache.capacity, cache.used - count - 1, x.data_ptr(), cos.data_ptr(), sin.data_ptr(),
             None if mask is None else mask.data_ptr(), 0 if mask is None else mask.stride(0),
             cache.slots.data_ptr(), keep.data_ptr(), places, len(keep), keys, values, logits.data_ptr(),
         )  # fmt: skip
+        team, model = self._threads(), ctypes.byref(self._model)
+        size = self._library.room(model, count, cache.used, cache.capacity, team.threads)
+        if self._memory_at[1] < size:
+            self._enlarge(size)
+        self._library.forward(model, ctypes.byref(request), ctypes.byref(team), self._memory_at[0])
+        return logits
+
+    def best(self, stores: Stores, plan: Plan, keep: Sequence[int], vocab: int, count: int) -> Best:
+        """The `count` best entries of the logits of nodes `keep` (places in `plan`); tokens from `vocab` on have none.
+
+        Like `TreeMasks.extend`, `__call__` and `kernels.top_logits` one after the other, all of it in C.
+
+        Raises:
+            IndexError: a token that has no embedding.
+            MemoryError: no memory for a row of logits.
+        """
+        if max(plan.ids) >= self._tokens:
+            raise IndexError(f"token {max(plan.ids)} of {self._tokens}")
+        with self._one:
+            cache, step = stores.cache, self._step
+            seen = self._seen
+            same = seen[0] is cache and seen[1] == cache.capacity and seen[2] is stores.masks.table
+            if not same or seen[3] is not self._turns:
+                self._point_at(stores)
+            numbers = array("q", [
+                len(plan), plan.used, len(keep), *plan.ids, *plan.positions, *plan.slots, *plan.mask_rows,
+                *plan.base, *plan.sight, *keep,
+            ])  # fmt: skip
+            step.numbers = numbers.buffer_info()[0]
+            out, most = self._out, min(count, vocab, self._rows)
+            if len(keep) > out.most or most != out.count or vocab != step.vocab:
+                out = self._out = _Out(max(2 * len(keep), out.most), most)
+                step.vocab, step.best = vocab, most
+                step.best_ids, step.best_logps, step.finite = out.addresses
+            team = self._threads()
+            call = ctypes.byref(self._model), ctypes.byref(step), ctypes.byref(team)
+            size = self._library.step(*call, *self._memory_at)
+            if size > 0:
+                self._enlarge(size)
+                size = self._library.step(*call, *self._memory_at)
+            if size:
+                raise MemoryError("no memory for a row of logits")
+            return out.rows(len(keep))
+
+    def _point_at(self, stores: Stores) -> None:
+        """Take down the addresses of these buffers."""
+        cache, table, step, request = stores.cache, stores.masks.table, self._step, self._request
+        cos, sin = self._tables(cache.capacity)
+        request.capacity = cache.capacity
+        request.keys, request.values = self._pool(cache, table)
+        step.cos, step.sin, step.table, step.width = (
+            cos.data_ptr(),
+            sin.data_ptr(),
+            table.data_ptr(),
+            table.shape[1],
+        )
+        step.positions = cache.positions(table.device).data_ptr() if self._needs_positions else None
+        self._seen = cache, cache.capacity, table, self._turns
+
+    def _threads(self) -> native.Team:
+        """Those that torch uses now."""
         team = self._team
         team.threads = torch.get_num_threads() if team.parallel else 1
-        model = ctypes.byref(self._model)
-        size = self._library.room(model, count, cache.used, cache.capacity, team.threads)
-        if len(self._memory) < size:
-            self._memory = torch.zeros(2 * size, dtype=torch.uint8)
-        self._library.forward(model, ctypes.byref(request), ctypes.byref(team), self._memory.data_ptr())
-        return logits
+        return team
+
+    def _enlarge(self, size: int) -> None:
+        self._memory = torch.zeros(2 * size, dtype=torch.uint8)
+        self._memory_at = self._memory.data_ptr(), 2 * size
+
+    def _by_position(self) -> bool:
+        """Whether a position alone says how its node is turned."""
+        return getattr(self._rotary, "rope_type", None) in _ROPES_BY_POSITION
 
     def _turn(self, x: Tensor, positions: Tensor, capacity: int) -> tuple[Tensor, Tensor]:
         """cos and sin, [N, size] each, of the nodes' positions."""
-        if getattr(self._rotary, "rope_type", None) not in _ROPES_BY_POSITION:
+        if not self._by_position():
             cos, sin = self._rotary(x, positions[None])
             return cos[0].contiguous(), sin[0].contiguous()
-        if self._turns is None or len(self._turns[0]) < capacity:  # a node's position is below its slot count
-            cos, sin = self._rotary(x, torch.arange(capacity)[None])
+        cos, sin = self._tables(capacity)
+        return cos[positions], sin[positions]
+
+    def _tables(self, capacity: int) -> tuple[Tensor, Tensor]:
+        """cos and sin of all positions: one is below the slot count."""
+        if self._turns is None or len(self._turns[0]) < capacity:
+            cos, sin = self._rotary(torch.empty(0, dtype=self.dtype), torch.arange(capacity)[None])
             self._turns = cos[0].contiguous(), sin[0].contiguous()
-        return self._turns[0][positions], self._turns[1][positions]
+        return self._turns
 
     def _pool(self, cache: KVBuffer, like: Tensor) -> tuple[Any, Any]:
         """Addresses of every layer's keys and values."""
@@ -252,6 +315,22 @@ class WholeForward:
             )
             self._pools = cache, cache.capacity, keys, values
         return ctypes.cast(self._pools[2], _pointer), ctypes.cast(self._pools[3], _pointer)
+
+
+class _Out:
+    """Where C writes best entries, `count` of each row: one place for all calls, since its address is dear to find."""
+
+    def __init__(self, most: int, count: int) -> None:
+        self.most, self.count = most, count
+        self._parts = (
+            np.empty((most, count), dtype=np.int64), np.empty((most, count), dtype=np.float32),
+            np.empty(most, dtype=bool),
+        )  # fmt: skip
+        self.addresses = tuple(part.ctypes.data for part in self._parts)
+
+    def rows(self, count: int) -> Best:
+        ids, logps, finite = self._parts
+        return Best(ids[:count].copy(), logps[:count].copy(), finite[:count].copy())
 
 
 def _shapes(model: Any) -> list[tuple[int, int]]:

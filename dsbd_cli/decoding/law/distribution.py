@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import NamedTuple, Protocol
 
 import numpy as np
 
 # How many of the largest joint weights are sorted first when top-p has no top-k to lean on.
 _HEAD = 1024
+# Up to so many numbers are looked at one by one. Between two forwards, whose weights have thrown everything else out
+# of the caches, an array operation costs by the code that it is made of: ten times what it does in a loop of its own.
+FEW = 200
 # Sums of probabilities round: nine tokens of ten equal ones reach a top-p of 0.9.
 _SUMS_ROUND = 1e-14
 
@@ -19,7 +24,7 @@ class Row(NamedTuple):
 
     Attributes:
         tokens: int64 [n].
-        logps: float64 [n], the model's raw log-softmax, never processed.
+        logps: float32 or float64 [n], the model's raw log-softmax, never processed.
     """
 
     tokens: np.ndarray
@@ -79,11 +84,14 @@ def joint(scores: Sequence[float] | np.ndarray, rows: Sequence[Row], processor: 
     Ties go to the higher weight, then the earlier parent, then the lower token id. Top-p is taken
     of the mass that top-k left, as Hugging Face does.
     """
-    parent = np.repeat(np.arange(len(rows)), [len(row.tokens) for row in rows])
-    token = np.concatenate([row.tokens for row in rows])
-    logp = np.concatenate([row.logps for row in rows])
-    log_weight = np.asarray(scores, dtype=np.float64)[parent] + logp
     size = 1 if processor.greedy else processor.top_k
+    sizes = [len(row.tokens) for row in rows]
+    if size and sum(sizes) <= FEW:
+        return _joint_of_few(scores, rows, size, processor)
+    parent = np.repeat(np.arange(len(rows)), sizes)
+    token = np.concatenate([row.tokens for row in rows])
+    logp = np.concatenate([row.logps for row in rows]).astype(np.float64)
+    log_weight = np.asarray(scores, dtype=np.float64)[parent] + logp
     if size == 0 and processor.top_p >= 1:
         keep = np.flatnonzero(log_weight > -np.inf)
         prob = _weights(log_weight[keep], log_weight.max(), processor.temperature)
@@ -95,6 +103,34 @@ def joint(scores: Sequence[float] | np.ndarray, rows: Sequence[Row], processor: 
     order = np.lexsort((token[keep], parent[keep]))
     keep = keep[order]
     return Support(parent[keep], token[keep], logp[keep], prob[order] / prob.sum())
+
+
+def _joint_of_few(
+    scores: Sequence[float] | np.ndarray, rows: Sequence[Row], size: int, processor: LogitsProcessor
+) -> Support:
+    """The same support to the bit, entry by entry: sums and exponentials are numpy's here too."""
+    entries = sorted(
+        (-(float(score) + logp), parent, token, logp)
+        for parent, (score, row) in enumerate(zip(scores, rows, strict=True))
+        for token, logp in zip(row.tokens.tolist(), row.logps.tolist(), strict=True)
+    )[:size]
+    if len(entries) == 1 or processor.greedy:
+        chances, total = [1.0], 1.0
+    else:
+        entries = [entry for entry in entries if entry[0] < np.inf]
+        peak = entries[0][0]
+        weights = np.exp(np.array([(peak - entry[0]) / processor.temperature for entry in entries]))
+        mass = float(weights.sum())
+        chances = [weight / mass for weight in weights.tolist()]
+        if processor.top_p < 1:
+            chances = chances[: bisect_left(list(accumulate(chances)), processor.enough) + 1]
+        while not chances[-1]:  # best first: what has underflowed stands at the end
+            chances.pop()
+        total = float(np.array(chances).sum())
+    kept = sorted((entry[1:], chance / total) for entry, chance in zip(entries, chances, strict=False))
+    found, last = zip(*kept, strict=True)
+    parent, token, logp = zip(*found, strict=True)
+    return Support(np.array(parent), np.array(token), np.array(logp), np.array(last))
 
 
 def _head(
@@ -148,6 +184,12 @@ def most_probable(support: Support, count: int, mass: float = 1.0) -> np.ndarray
     Args:
         mass: stop at the first that completes this much probability.
     """
+    if len(support.prob) <= FEW:
+        chances = support.prob.tolist()
+        few = sorted(range(len(chances)), key=chances.__getitem__, reverse=True)[:count]  # stable
+        if mass < 1:
+            few = few[: bisect_left(list(accumulate(chances[i] for i in few)), mass) + 1]
+        return np.array(few, dtype=np.int64)
     order = np.argsort(-support.prob, kind="stable")[:count]
     if mass < 1:
         order = order[: int(np.searchsorted(np.cumsum(support.prob[order]), mass)) + 1]
@@ -217,6 +259,10 @@ class SeededSampler:
         return ahead
 
     def sample(self, weights: np.ndarray, count: int) -> list[int]:
+        if len(weights) <= FEW:
+            sums = list(accumulate(weights.tolist()))
+            end = bisect_left(sums, sums[-1])
+            return [min(bisect_right(sums, u * sums[-1]), end) for u in self._rng.random(count).tolist()]
         cumulative = np.cumsum(weights)
         at = np.searchsorted(cumulative, self._rng.random(count) * cumulative[-1], side="right")
         # The product can round up to the full sum; the last index with mass takes that sliver.

@@ -125,7 +125,7 @@ class DraftModelProposer:
                 yield Compute(self._draft, unknown)
             support = self._joint(parents, scores)
             if self._best:
-                sample = [int(i) for i in most_probable(support, width, self._mass)]
+                sample = most_probable(support, width, self._mass).tolist()
             else:
                 sample = draw_layer(self._sampler, support.prob, width, self._distinct)
             draws = [self._trie.child(parents[support.parent[i]], int(support.token[i])) for i in sample]

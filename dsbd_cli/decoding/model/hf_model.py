@@ -348,6 +348,7 @@ class HfTreeModel:
         """Wait for the prompt, where `prefill` did not."""
         self._wait()
 
+    @torch.inference_mode()
     def _read_prompt(self) -> None:
         """Compute what of the prompt was left for later; what a capture gives may be in flight."""
         if self._unread is None:
@@ -373,17 +374,20 @@ class HfTreeModel:
         keep_logits(self.logits, [root], logits)
         self._unread = None
 
-    @torch.inference_mode()
     def forward(self, nodes: Iterable[Node]) -> None:
-        self._wait()
-        self._launch(nodes)
-        self._wait()
+        if self.graphs is None:
+            self._launch(nodes)
+            return
+        with torch.inference_mode():
+            self._wait()
+            self._launch(nodes)
+            self._wait()
 
-    @torch.inference_mode()
     def begin(self, nodes: Iterable[Node]) -> None:
         """Launch what `forward` will be asked for next, if it is captured: then nothing is waited for."""
         if self.captured and self.logits.size:
-            self._launch(nodes)
+            with torch.inference_mode():
+                self._launch(nodes)
 
     def _launch(self, nodes: Iterable[Node]) -> None:
         # In order, not as a set: slots follow it, and sums over slots round by their order.
@@ -433,6 +437,15 @@ class HfTreeModel:
         """Compute planned nodes; launched only, where that is captured."""
         if self._replay(plan, batch, keep):
             return
+        forward, store = self._forward, self.logits
+        if store.size and isinstance(forward, WholeForward) and forward.takes_plans:
+            best = forward.best(self.tree.stores, plan, keep, store.vocab, store.size)
+            store.put_best([batch[i] for i in keep], best, range(len(keep)))
+        else:
+            self._run_by_tensors(plan, batch, keep)
+
+    @torch.inference_mode()
+    def _run_by_tensors(self, plan: Plan, batch: list[Node], keep: list[int]) -> None:
         base, rows, slots = torch.tensor([plan.base, plan.mask_rows, plan.slots], device=self.device)
         inside = torch.from_numpy(plan.inside).to(self.device)
         mask = self.tree.masks.extend(base, rows, slots, inside)

@@ -339,6 +339,6 @@ def _padded(plan: Plan, count: int) -> Plan:
     """`plan` with nodes that nobody asks for, in the spare slot."""
     more = [0] * (count - len(plan))
     return Plan(
-        plan.ids + more, plan.positions + more, plan.slots + more, plan.mask_rows, plan.base, plan.inside,
+        plan.ids + more, plan.positions + more, plan.slots + more, plan.mask_rows, plan.base, plan.sight,
         plan.used, plan.begin,
     )  # fmt: skip

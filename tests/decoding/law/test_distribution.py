@@ -13,6 +13,8 @@ from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
+from dsbd_cli.decoding.law import beam_search, distribution
+from dsbd_cli.decoding.law.beam_search import best_candidates
 from dsbd_cli.decoding.law.distribution import (
     LogitsProcessor,
     Row,
@@ -271,3 +273,47 @@ def test_one_seed_one_stream_and_streams_are_independent() -> None:
     one, other = SeededSampler(3, 0), SeededSampler(3, 0)
     # n draws at once use the same uniforms as n draws one by one.
     assert one.sample(weights, 3) == [other.sample(weights, 1)[0] for _ in range(3)]
+
+
+@settings(max_examples=300)
+@given(table=tables(), t=WARPS, narrow=st.booleans())
+def test_few_entries_one_by_one_give_the_same_bits(table, t, narrow):
+    scores, logps = table
+    processor = LogitsProcessor(t.tau, t.k or 3, t.p)
+    rows = rows_of(logps.astype(np.float32 if narrow else np.float64), processor.top_n)
+    with pytest.MonkeyPatch.context() as patch:
+        few = joint(scores, rows, processor)
+        patch.setattr(distribution, "FEW", -1)
+        many = joint(scores, rows, processor)
+    assert [part.dtype for part in few] == [part.dtype for part in many]
+    assert [part.tobytes() for part in few] == [part.tobytes() for part in many]
+
+
+def test_draws_from_few_weights_are_those_from_many(monkeypatch):
+    rng = np.random.default_rng(0)
+    for seed in range(200):
+        weights = rng.random(int(rng.integers(1, 60))) * (rng.random() < 0.9)
+        weights[rng.integers(len(weights))] = rng.choice([1.0, 1e-300, 1e300])
+        weights[-int(rng.integers(0, 3)) or len(weights) :] = 0
+        if not weights.any():
+            continue
+        few = SeededSampler(seed, 0).sample(weights, 20)
+        with monkeypatch.context() as patch:
+            patch.setattr(distribution, "FEW", -1)
+            assert few == SeededSampler(seed, 0).sample(weights, 20)
+
+
+@settings(max_examples=200)
+@given(table=tables(), count=st.integers(1, 9), mass=st.sampled_from([1.0, 0.3, 0.75, 0.9999]))
+def test_the_best_of_few_are_those_of_many(table, count, mass):
+    scores, logps = table
+    support = joint(scores, rows_of(logps, 0), LogitsProcessor())
+    rows = rows_of(logps.astype(np.float32), 5)
+    weights = [float(np.float32(score / 3)) for score in scores]
+    with pytest.MonkeyPatch.context() as patch:
+        few = most_probable(support, count, mass), *best_candidates(weights, rows, count)
+        patch.setattr(distribution, "FEW", -1)
+        patch.setattr(beam_search, "FEW", -1)
+        many = most_probable(support, count, mass), *best_candidates(weights, rows, count)
+    assert [part.dtype for part in few] == [part.dtype for part in many]
+    assert [part.tobytes() for part in few] == [part.tobytes() for part in many]

@@ -1,0 +1,123 @@
+"""A step in one call to C: to the bit what tensor operations, a forward and the top-n of its logits give."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+
+from dsbd_cli.decoding.forward import amx, simd
+from dsbd_cli.decoding.model.hf_model import HfTreeModel
+from dsbd_cli.decoding.tree.sequences import Node
+from tests.decoding.forward import emulated
+from tests.decoding.forward.test_amx import SIZES, make
+
+pytestmark = pytest.mark.skipif(simd.library() is None, reason="no C compiler here")
+VOCAB = SIZES["vocab_size"]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def tiles() -> Iterator[None]:
+    with emulated.tiles():
+        yield
+
+
+def served(forward, dtype: torch.dtype, kind: str, top_n: int, vocab: int = VOCAB) -> HfTreeModel:
+    model = HfTreeModel(make(kind, dtype), vocab_size=vocab, test=False, graphs=False)
+    model._use(forward(model.model))
+    model.logits.size = top_n
+    return model
+
+
+def grown(model: HfTreeModel, steps: int, seed: int) -> list[tuple]:
+    """What a random tree's nodes are told, step by step: some known anew, some freed, buffers that grow."""
+    rng, told = np.random.default_rng(seed), []
+    root = Node(-1, None)
+    model.prefill(rng.integers(3, VOCAB, 480).tolist(), root, top_n=model.logits.size)
+    leaves = [root]
+    for _ in range(steps):
+        count = int(rng.integers(1, 25))
+        nodes: list[Node] = []
+        for token in rng.integers(3, VOCAB, count).tolist():
+            above = [*leaves, *nodes]
+            nodes.append(Node(token, above[int(rng.integers(len(above)))]))
+        asked = [node for node in nodes if rng.random() < 0.7] or nodes[-1:]
+        model.forward(asked)
+        told += [
+            (node.tokens(), *map(np.ndarray.tolist, model.best(node, model.logits.size))) for node in asked
+        ]
+        leaves = [asked[i] for i in rng.permutation(len(asked))[:3]] if rng.random() < 0.6 else leaves
+        model.retain(leaves)
+        if rng.random() < 0.3:  # a node that is known is asked anew, as for one whose logits were let go of
+            model.logits.forget(leaves)
+            model.forward([*sorted(leaves, key=lambda node: node.depth), Node(5, leaves[0])])
+            told += [
+                (node.tokens(), *map(np.ndarray.tolist, model.best(node, 1)))
+                for node in leaves
+                if node is not root
+            ]
+            model.retain(leaves)
+    return told
+
+
+def rows_of(model: HfTreeModel) -> dict[tuple[int, ...], list[float]]:
+    """The mask row of each node that holds one, by its tokens."""
+    tree = model.tree
+    return {tuple(node.tokens()): tree.masks.table[tree.mask_row(node)].tolist() for node in tree._open}
+
+
+FORWARDS = {"vectors": (simd.SimdForward, torch.float32), "tiles": (amx.AmxForward, torch.bfloat16)}
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3])
+@pytest.mark.parametrize("kind", ["llama", "qwen3"])
+@pytest.mark.parametrize("way", FORWARDS)
+def test_a_step_in_c_is_the_same_to_the_bit(way, kind, threads, monkeypatch):
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        steps = served(*FORWARDS[way], kind, 7)
+        assert steps._forward.takes_plans
+        calls = []
+        best = steps._forward.best
+        monkeypatch.setattr(steps._forward, "best", lambda *args: calls.append(0) or best(*args))
+        tensors = served(*FORWARDS[way], kind, 7)
+        tensors._forward.takes_plans = False
+        assert grown(steps, 20, 1) == grown(tensors, 20, 1)
+        assert len(calls) >= 20
+        assert rows_of(steps) == rows_of(tensors)
+        assert steps.tree.cache.capacity > 512
+        for layer, keys in steps.tree.cache.keys.items():
+            assert torch.equal(keys, tensors.tree.cache.keys[layer])
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_what_c_cannot_look_up_is_left_to_tensors():
+    model = served(*FORWARDS["vectors"], "llama", 3).model
+    assert not simd.SimdForward(model.to(torch.bfloat16)).takes_plans  # the table is in another format
+    model.float()
+    model.model.rotary_emb.rope_type = "dynamic"
+    assert not simd.SimdForward(model).takes_plans
+
+
+def test_a_vocabulary_that_is_smaller_than_the_head_and_than_the_count():
+    model = served(*FORWARDS["vectors"], "llama", 40, vocab=19)
+    root = Node(-1, None)
+    model.prefill([3, 4, 5], root, top_n=40)
+    node = Node(7, root)
+    model.forward([node])
+    tokens, logps = model.best(node, 40)
+    assert sorted(tokens.tolist()) == list(range(19))
+    assert np.exp(logps.astype(np.float64)).sum() == pytest.approx(1, abs=1e-5)
+
+
+def test_a_token_without_an_embedding_is_an_error_and_no_other_memory():
+    model = served(*FORWARDS["vectors"], "llama", 3)
+    root = Node(-1, None)
+    model.prefill([3, 4, 5], root, top_n=3)
+    with pytest.raises(IndexError, match=f"token {VOCAB} of {VOCAB}"):
+        model.forward([Node(VOCAB, root)])
+    model.forward([Node(VOCAB - 1, root)])
