@@ -249,13 +249,13 @@ class Kernels:
         )
         every = heads + 2 * groups
         # Few nodes are spread over all of a device; many would be more programs than it starts quickly.
-        each = 1 if count <= 64 else 16
+        each = 1 if count <= 8 else 4 if count <= 64 else 16
         q_weight, k_weight = norms if norms is not None else (qkv, qkv)
         _rope[(count, triton.cdiv(every, each))](
             qkv, cos, sin, slots, q_weight, k_weight, query, keys, values,
             heads, groups, size, capacity, eps,
             NORMED=norms is not None, IN_ORDER=in_order, HEADS=each, HALF=triton.next_power_of_2(size // 2),
-            **self._how(1 if each == 1 else 4),
+            **self._how(1 if each <= 4 else 4),
         )  # fmt: skip
         return query
 

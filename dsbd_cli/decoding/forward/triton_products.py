@@ -6,6 +6,8 @@ split so that no kernel waits for a whole row: who writes a row also writes it t
 (`scaled`) and sums of its squares by program (`squares`), and who reads it divides the products of `scaled` by the
 root. Where the device can start a kernel before the one in front of it has ended (programmatic dependent launch, from
 Hopper on), it does: a kernel asks for its weights, waits for the other's numbers and then lets the next one start.
+
+One module, since the kernels of a layer share this form of a row between them.
 """
 
 from __future__ import annotations

@@ -73,7 +73,7 @@ def test_rms_and_silu(dtype):
     assert close(Kernels().silu(both), F.silu(both[:, :1500]) * both[:, 1500:])
 
 
-@pytest.mark.parametrize("count", [3, 70])  # few nodes, a head a program; a prompt, many
+@pytest.mark.parametrize("count", [3, 20, 70])  # few nodes, a head a program; more, four; a prompt, sixteen
 @pytest.mark.parametrize("in_order", [False, True])
 @pytest.mark.parametrize("normed", [False, True])
 def test_heads_are_turned_and_laid_where_attention_looks(count, in_order, normed):
