@@ -16,7 +16,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from dsbd_cli.decoding.forward import triton_kernels, triton_products
+from dsbd_cli.decoding.forward import triton_attention, triton_kernels, triton_products
 
 # Compute capability, and the shared memory that a program may have there, in bytes.
 DEVICES = [(86, 99 << 10), (90, 227 << 10)]
@@ -89,7 +89,7 @@ def test_products_of_few_nodes(device, shared, count):
 @pytest.mark.slow
 @pytest.mark.parametrize(("device", "shared", "kind"), [(*DEVICES[0], "fp32"), (*DEVICES[1], "bf16")])
 def test_steps_between_large_products_and_attention(device, shared, kind):
-    kernels, how = triton_kernels.Kernels(), triton_products.how(device >= 90, 4)
+    attention, how = triton_attention.Attention(device >= 90), triton_products.how(device >= 90, 4)
     found = [
         compiled(triton_kernels._rms, device, kind, how, BLOCK=4096),
         compiled(triton_kernels._silu, device, kind, how, BLOCK=1024),
@@ -97,8 +97,8 @@ def test_steps_between_large_products_and_attention(device, shared, kind):
     ]
     exact = kind == "fp32"
     for dim in (64, 128, 256):
-        tile = kernels.attention_tile(184, dim, exact)
+        tile = attention.tile(184, dim, exact)
         found.append(
-            compiled(triton_kernels._attend, device, kind, how | tile, EXACT=exact, LEAST=512, DIM=dim)
+            compiled(triton_attention._attend, device, kind, how | tile, EXACT=exact, LEAST=512, DIM=dim)
         )
     assert max(kernel.metadata.shared for kernel in found) <= shared
