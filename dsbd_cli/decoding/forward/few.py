@@ -11,7 +11,7 @@ from torch import Tensor
 from dsbd_cli.decoding.cache.buffers import KVBuffer
 from dsbd_cli.decoding.forward.kernels import DenseLinear
 
-# A layer's largest matrix, in bytes. Measured with 3.5 MB; with 33 MB, which take as long as reading them, torch is as quick.
+# A layer's largest matrix, in bytes. Measured with 3.5 MB; at 33, whose reading is all that counts, torch is as quick.
 _LARGEST = 8 << 20
 _MOST_NODES = 64
 

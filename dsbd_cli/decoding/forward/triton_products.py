@@ -129,7 +129,7 @@ def _heads(
         high += tl.load(bias_ptr + head * SIZE + SIZE // 2 + dim).to(tl.float32)[None, :]
     low, high = low.to(kind).to(tl.float32), high.to(kind).to(tl.float32)
     is_query, is_value = head < heads, head >= heads + groups
-    if NORMED:  # HALF is a whole half here
+    if NORMED:  # noqa: SIM102 (known when it is compiled; HALF is a whole half then)
         if head < heads + groups:
             mean = (tl.sum(low * low, 1) + tl.sum(high * high, 1)) / SIZE
             inverse = (1.0 / tl.sqrt(mean + head_eps))[:, None]
