@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from dsbd_cli.decoding.cache.buffers import KVBuffer
-from dsbd_cli.decoding.forward import amx, native, simd
+from dsbd_cli.decoding.forward import amx, few, native, simd
 from dsbd_cli.decoding.forward.hf import HfForward, layer_kinds
 from dsbd_cli.decoding.forward.kernels import (
     DenseLinear,
@@ -194,6 +194,12 @@ TABLE = (
         True,
         _why_no_c,
         lambda model, int8: LlamaForward(model, _linear(model, int8), c_kernels()),
+    ),
+    Backend(
+        "fused Llama, small products in Triton",
+        True,
+        lambda model, int8: _why_no_triton(model, int8) or few.why_not(model),
+        lambda model, int8: LlamaForward(model, _linear(model, int8), _triton(model.device), few=True),
     ),
     Backend(
         "fused Llama, Triton kernels",

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from dsbd_cli.decoding.cache.buffers import KVBuffer
 from dsbd_cli.decoding.forward.kernels import DenseLinear
+from dsbd_cli.group import group_of
 
 # A layer's largest matrix, in bytes. Measured with 3.5 MB; at 33, whose reading is all that counts, torch is as quick.
 _LARGEST = 8 << 20
@@ -36,7 +37,7 @@ class FewNodes:
         products: `triton_products.Products`.
     """
 
-    def __init__(self, layers: Sequence[Any], norm: Any, head: DenseLinear, products: Any) -> None:
+    def __init__(self, layers: Sequence[Any], norm: Any, head: Any, products: Any) -> None:
         self._layers, self._products = list(layers), products
         self._weights = [
             _Weights(
@@ -80,19 +81,29 @@ class FewNodes:
         return products.logits(rows if keep is None else rows.of(keep), self._norm.eps, self._head.weight)
 
 
-def few_nodes(layers: Sequence[Any], norm: Any, head: Any, products: Any) -> FewNodes | None:
-    """None where these products do not serve a model: their sizes, its dtype, or weights split over processes."""
-    linears = [one for layer in layers for one in (layer.qkv, layer.out, layer.gate_up, layer.down)]
-    if not all(isinstance(one, DenseLinear) for one in (*linears, head)):
-        return None
-    if any(one.bias is not None for one in (head, *(layer.gate_up for layer in layers))):
-        return None
-    weights = [one.weight for one in linears]
-    half = layers[0].size // 2
-    if (
-        norm.weight.dtype not in (torch.bfloat16, torch.float16)
-        or half < 16 or half & (half - 1) or any(weight.shape[1] % 64 for weight in weights)
-        or any(weight.nbytes > _LARGEST for weight in weights)
-    ):  # fmt: skip
-        return None
-    return FewNodes(layers, norm, head, products)
+def why_not(model: Any) -> str | None:
+    """Why these products do not serve a model of `plain.FAMILIES`; None where they do."""
+    if group_of(model).size > 1:
+        return "its weights are split over processes"
+    if model.dtype not in (torch.bfloat16, torch.float16):
+        return "for bfloat16 and float16"
+    half = int(model.model.layers[0].self_attn.head_dim) // 2
+    if half < 16 or half & (half - 1):
+        return "halves of its heads are no powers of two from 16 on"
+    parts = [
+        [getattr(place, name) for name in names]
+        for layer in model.model.layers
+        for place, names in (
+            (layer.self_attn, ("q_proj", "k_proj", "v_proj")), (layer.self_attn, ("o_proj",)),
+            (layer.mlp, ("gate_proj", "up_proj")), (layer.mlp, ("down_proj",)),
+        )
+    ]  # fmt: skip
+    if any(part[0].weight.shape[1] % 64 for part in parts):
+        return "its sizes are no multiples of 64"
+    if max(sum(linear.weight.nbytes for linear in part) for part in parts) > _LARGEST:
+        return "its matrices are large"
+    if model.lm_head.bias is not None or any(
+        layer.mlp.gate_proj.bias is not None for layer in model.model.layers
+    ):
+        return "its head, or what it gates with, has a bias"
+    return None

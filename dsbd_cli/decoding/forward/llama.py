@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dsbd_cli.decoding.cache.buffers import KVBuffer, Span
-from dsbd_cli.decoding.forward.few import FewNodes, few_nodes
+from dsbd_cli.decoding.forward.few import FewNodes
 from dsbd_cli.decoding.forward.kernels import Int8Linear, Linear, PrepackedLinear, fused
 from dsbd_cli.decoding.forward.split import head_of, summed
 from dsbd_cli.decoding.forward.turns import Turns
@@ -37,13 +37,14 @@ class LlamaForward:
         linear: the matrix products to use.
         kernels: what runs the steps between them: `kernels.CKernels`, `triton_kernels.Kernels`, or None for
             tensor operations.
+        few: few nodes have products of their own (`few.why_not` finds nothing; a GPU).
     """
 
     relative_node_cost = 0.03
     takes_spans = True
     slot_unit = 1
 
-    def __init__(self, model: Any, linear: type, kernels: Any) -> None:
+    def __init__(self, model: Any, linear: type, kernels: Any, *, few: bool = False) -> None:
         self.linear, self.kernels = linear, kernels
         self.int8, self.int8_activations = linear is Int8Linear, False
         self.dtype = torch.float32 if self.int8 else model.dtype
@@ -63,9 +64,7 @@ class LlamaForward:
         self._norm = Norm(inner.norm, self.dtype)
         self._head = head_of(model.lm_head, linear, group)
         self._products: Any = kernels.products if kind is TritonLayer else None
-        self._few: FewNodes | None = None
-        if self._products is not None and group.size == 1:
-            self._few = few_nodes(self._layers, self._norm, self._head, self._products)
+        self._few = FewNodes(self._layers, self._norm, self._head, self._products) if few else None
 
     def describe(self) -> str:
         """One line for people: which products and which kernels."""
@@ -75,6 +74,7 @@ class LlamaForward:
             "fused Llama forward",
             products.get(self.linear, "torch's products"),
             "tensor operations" if self.kernels is None else compiled,
+            *(["few nodes in five kernels a layer"] if self._few is not None else []),
             *([f"split over {self._processes} processes"] if self._processes > 1 else []),
         ))  # fmt: skip
 
