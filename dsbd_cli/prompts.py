@@ -35,7 +35,7 @@ def encode(
         _check_text(prompt)
         if is_blank(prompt) and tokenizer.chat_template and not settings.raw and not settings.system:
             raise UserError(
-                "the prompt is empty: nothing is asked (with --raw, raw=True, the target starts from nothing)"
+                "the prompt is empty: nothing is asked (with --raw the target starts from nothing; in Python: raw=True)"
             )
         if not prompt and not settings.system:
             return [_bos(tokenizer)], ["the prompt is empty: the target starts from its BOS token"]
