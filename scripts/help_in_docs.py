@@ -38,8 +38,8 @@ def help_of(command: str) -> str:
 def main() -> None:
     parts = [
         "# Commands\n\nThe help texts below are the program's own (`python scripts/help_in_docs.py`). `bench` has\n"
-        "[a page of its own](bench.md), so have `distill` ([here](distill.md)) and `presets` ([here](presets.md)); `doctor` says\n"
-        "what it finds, and `dsbd COMMAND --help` what each takes.\n"
+        "[a page of its own](bench.md), so have `distill` ([here](distill.md)) and `presets` ([here](presets.md));\n"
+        "`doctor` says what it finds, and `dsbd COMMAND --help` what each takes.\n"
     ]
     for command, what in COMMANDS.items():
         shown = help_of(command)
