@@ -81,7 +81,11 @@ class FewNodes:
 
 
 def few_nodes(layers: Sequence[Any], norm: Any, head: Any, products: Any) -> FewNodes | None:
-    """None where these products do not serve a model: their sizes, its dtype, or weights split over processes."""
+    """None where these products do not serve a model: their sizes, its dtype, or weights split over processes.
+
+    Not float16: rows are multiplied by a norm's weights before they are divided by their root mean square, and the
+    few large numbers that models have in their rows would then be beyond its end.
+    """
     linears = [one for layer in layers for one in (layer.qkv, layer.out, layer.gate_up, layer.down)]
     if not all(isinstance(one, DenseLinear) for one in (*linears, head)):
         return None
@@ -90,9 +94,15 @@ def few_nodes(layers: Sequence[Any], norm: Any, head: Any, products: Any) -> Few
     weights = [one.weight for one in linears]
     half = layers[0].size // 2
     if (
-        norm.weight.dtype not in (torch.bfloat16, torch.float16)
+        norm.weight.dtype != torch.bfloat16
         or half < 16 or half & (half - 1) or any(weight.shape[1] % 64 for weight in weights)
         or any(weight.nbytes > _LARGEST for weight in weights)
+        or not all(_lies_in_order(weight) for weight in (*weights, head.weight))
     ):  # fmt: skip
         return None
     return FewNodes(layers, norm, head, products)
+
+
+def _lies_in_order(weight: Tensor) -> bool:
+    """Whether its rows follow each other from an address on that kernels can read ahead from."""
+    return weight.is_contiguous() and weight.data_ptr() % 16 == 0

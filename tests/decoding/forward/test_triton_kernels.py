@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from dsbd_cli.decoding.forward import llama
-from dsbd_cli.decoding.forward.few import few_nodes
+from dsbd_cli.decoding.forward.few import FewNodes, few_nodes
 from dsbd_cli.decoding.forward.kernels import DenseLinear
 from dsbd_cli.decoding.forward.llama import TorchLayer, TritonLayer
 from dsbd_cli.decoding.model.hf_model import HfTreeModel
@@ -165,8 +165,7 @@ def test_few_nodes_of_a_small_model_are_what_its_layers_compute(tmp_path, monkey
                 TritonLayer(i, layer, DenseLinear, half.dtype, kernels)
                 for i, layer in enumerate(half.model.layers)
             ]
-            forward._few = few_nodes(forward._layers, forward._norm, forward._head, kernels.products)
-            assert forward._few is not None
+            forward._few = FewNodes(forward._layers, forward._norm, forward._head, kernels.products)
         tree, root = HfTreeModel(one, vocab_size=VOCAB, graphs=False), Node(-1, None)
         tree._use(forward)
         tree._served = True
@@ -183,3 +182,30 @@ def test_few_nodes_of_a_small_model_are_what_its_layers_compute(tmp_path, monkey
     theirs, ours = ((one - rows[0]).abs() for one in rows[1:])
     assert ours.mean() < 1.2 * theirs.mean()
     assert ours.max() < 2 * theirs.max()
+
+
+def few_of(model) -> FewNodes | None:
+    kernels = Kernels()
+    layers = [
+        TritonLayer(i, layer, DenseLinear, model.dtype, kernels) for i, layer in enumerate(model.model.layers)
+    ]
+    norm, head = llama.Norm(model.model.norm, model.dtype), DenseLinear(model.lm_head.weight)
+    return few_nodes(layers, norm, head, kernels.products)
+
+
+def test_which_models_have_few_nodes_of_their_own(tmp_path):
+    sizes = {"hidden_size": 128, "intermediate_size": 192, "num_attention_heads": 2, "num_key_value_heads": 2}
+
+    def served(dtype=torch.bfloat16, turned=False, **other) -> bool:
+        model = rand(tmp_path, **(sizes | {"head_dim": 64} | other)).to(DEVICE, dtype)
+        if turned:
+            model.lm_head.weight.data = model.lm_head.weight.data.t().contiguous().t()
+        return few_of(model) is not None
+
+    assert all(served(head_dim=size) for size in (32, 64, 128, 256))
+    assert not any(served(head_dim=size) for size in (16, 48, 80, 96))
+    assert not served(hidden_size=96)
+    assert not served(intermediate_size=160)
+    assert not served(torch.float32)
+    assert not served(torch.float16)  # 3,000 in a row, times a norm's weight of 30, has no float16
+    assert not served(turned=True)
