@@ -3,6 +3,8 @@
 Same calls as `native.Kernels`. Attention reads keys and values once for all query heads that share
 them, only up to the slots in use (a number on the device, so that one capture serves any length),
 and splits the slots over enough programs to keep the whole device busy.
+
+One module, since the kernels and what calls them hold to one layout of queries, keys and values.
 """
 
 from __future__ import annotations

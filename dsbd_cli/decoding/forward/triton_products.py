@@ -129,7 +129,7 @@ def _heads(
         high += tl.load(bias_ptr + head * SIZE + SIZE // 2 + dim).to(tl.float32)[None, :]
     low, high = low.to(kind).to(tl.float32), high.to(kind).to(tl.float32)
     is_query, is_value = head < heads, head >= heads + groups
-    if NORMED:  # HALF is a whole half here
+    if NORMED:  # noqa: SIM102 - decided when compiled, the other as it runs; HALF is a whole half here
         if head < heads + groups:
             mean = (tl.sum(low * low, 1) + tl.sum(high * high, 1)) / SIZE
             inverse = (1.0 / tl.sqrt(mean + head_eps))[:, None]
