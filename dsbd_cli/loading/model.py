@@ -180,7 +180,12 @@ def _explained(error: Exception, place: Place, what: str) -> UserError:
     if "gated" in said.lower():
         return UserError(f"{name} is gated: accept its licence at https://huggingface.co/{place.path}, then set "
                          "HF_TOKEN to a token of that account")  # fmt: skip
-    if "does not recognize this architecture" in said or "Unrecognized model" in said:
+    # What it says where none is named, and where `null` is; KeyError: an older one.
+    nameless = "Unrecognized model in", "has model type `None`", "'model_type'"
+    if said.startswith(nameless) or nameless[1] in said:
+        return UserError(f"{name}: its config.json does not say what model it is (no model_type): fetch the checkpoint "
+                         "again, or name the model's own folder")  # fmt: skip
+    if "does not recognize this architecture" in said:
         kind = said.split("`")[1] if said.count("`") > 1 else "unknown"
         return UserError(f"{name}: the installed transformers does not know architecture {kind!r}")
     if "Unrecognized configuration class" in said:

@@ -13,6 +13,11 @@ from dsbd_cli.errors import UserError
 from dsbd_cli.loading import PairSpec, load_pair
 from tests.builders import rand
 
+NO_MODEL = {
+    "config of nothing": "{}",
+    "config without a type": '{"architectures": ["LlamaForCausalLM"], "hidden_size": 32}',
+    "config of no type": '{"model_type": null}',
+}
 POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 5\n"
 
 
@@ -48,6 +53,8 @@ def damage(folder: Path, kind: str) -> None:
         (folder / "config.json").write_text('{"model_type": "lla')
     elif kind == "config list":
         (folder / "config.json").write_text("[]")
+    elif kind in NO_MODEL:
+        (folder / "config.json").write_text(NO_MODEL[kind])
     elif kind == "no tokenizer":
         for path in folder.glob("tokenizer*"):
             path.unlink()
@@ -89,6 +96,10 @@ CASES = [
     ("config pointer", "config.json (63 bytes) is a Git LFS pointer"),
     ("config cut", "config.json (19 bytes) is not valid JSON"),
     ("config list", "config.json does not hold a JSON object"),
+    *(
+        (kind, "config.json does not say what model it is (no model_type): fetch the checkpoint again")
+        for kind in NO_MODEL
+    ),
     ("no tokenizer", "has no tokenizer"),
     ("tokenizer pointer", "tokenizer.json (63 bytes) is a Git LFS pointer"),
     ("tokenizer cut", "tokenizer.json (500 bytes) does not end like JSON"),

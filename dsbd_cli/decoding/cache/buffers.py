@@ -241,6 +241,7 @@ class TreeMasks:
             are silently wrong under eager attention.)
     """
 
+    @torch.inference_mode(False)  # a table that is written to from anywhere
     def __init__(self, rows: int, slots: int, dtype: torch.dtype, device: torch.device) -> None:
         self.hidden = torch.finfo(dtype).min
         self.table = torch.full((rows, slots), self.hidden, dtype=dtype, device=device)
@@ -263,7 +264,7 @@ class TreeMasks:
         if slots > self.table.shape[1]:
             self._resize(self.table.shape[0], slots)
 
-    @torch.inference_mode(False)  # a table that is written to from anywhere
+    @torch.inference_mode(False)
     def _resize(self, rows: int, slots: int) -> None:
         old = self.table
         self.table = old.new_full((rows, slots), self.hidden)

@@ -28,7 +28,7 @@ class Plan:
         ids, positions, slots: token, position and slot of each node, slots from `begin` on.
         mask_rows: the mask row that each node gets.
         base: the mask row of the nearest ancestor outside this forward.
-        sight: the place in this forward of each node's parent, -1 where that is outside; or `inside` itself.
+        sight: the place in this forward of each node's nearest ancestor in it, -1 without one; or `inside` itself.
         used: slots to look at.
         begin: where the tree's region begins.
     """
@@ -51,9 +51,9 @@ class Plan:
         if isinstance(self.sight, np.ndarray):
             return self.sight
         inside = np.eye(len(self.sight), dtype=bool)
-        for i, parent in enumerate(self.sight):
-            if parent >= 0:
-                inside[i] |= inside[parent]
+        for i, above in enumerate(self.sight):
+            if above >= 0:
+                inside[i] |= inside[above]
         return inside
 
 
@@ -188,7 +188,10 @@ class TreeCache:
         )
 
     def missing(self, wanted: Iterable[Node]) -> list[Node]:
-        """`wanted` nodes, and their ancestors that are not computed yet, parents first."""
+        """`wanted` nodes, and their ancestors that are not computed yet, parents first.
+
+        Those that are computed already (their logits were let go of) come before all others.
+        """
         batch: dict[Node, None] = {}
         for node in wanted:
             path: list[Node] = []
@@ -197,6 +200,10 @@ class TreeCache:
                 assert node.parent is not None
                 node = node.parent
             batch |= dict.fromkeys(reversed(path))
+        known = [node for node in batch if node in self._entries]
+        if known:  # no way up goes through them, so their order is that of the question
+            known.sort(key=lambda node: node.depth)
+            return [*known, *(node for node in batch if node not in self._entries)]
         return list(batch)
 
     def plan(self, nodes: list[Node]) -> Plan:
@@ -207,13 +214,18 @@ class TreeCache:
         open_rows = [self._entries[node].mask_row if node in self._open else 0 for node in nodes]
         new_rows = iter(self.masks.take(open_rows.count(0)))
         mask_rows = [row or next(new_rows) for row in open_rows]
-        above = [place.get(node.parent, -1) if node.parent is not None else -1 for node in nodes]
+        # Only above a node that is known already may others stand between it and one of this forward.
+        top = min((node.depth for node in nodes if node not in slots), default=None)
+        above: list[int] = []
         base: list[int] = []
         for i, (node, mask_row) in enumerate(zip(nodes, mask_rows, strict=True)):
             parent = node.parent
             assert parent is not None
+            above.append(place.get(parent, -1))
             # A known node's own row holds all that its parent's does, and is open.
             base.append(base[above[i]] if above[i] >= 0 else open_rows[i] or self._open_row(parent))
+            if above[i] < 0 and top is not None:
+                above[i] = self._nearest(parent, place, top)
             if node in slots:
                 self._enter(node, slots[node])
             self._entries[node].mask_row = mask_row
@@ -324,6 +336,15 @@ class TreeCache:
         return keep
 
     # Inside.
+
+    def _nearest(self, node: Node, place: dict[Node, int], top: int) -> int:
+        """The place of the nearest of `node` and those above it that has one, no higher than depth `top`; or -1."""
+        at: Node | None = node
+        while at is not None and at.depth >= top:
+            if at in place:
+                return place[at]
+            at = at.parent
+        return -1
 
     def _open_row(self, node: Node) -> int:
         """The mask row of a computed node; drawn anew where it was closed."""

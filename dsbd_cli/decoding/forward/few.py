@@ -82,11 +82,15 @@ class FewNodes:
 
 
 def why_not(model: Any) -> str | None:
-    """Why these products do not serve a model of `plain.FAMILIES`; None where they do."""
+    """Why these products do not serve a model of `plain.FAMILIES`; None where they do.
+
+    Not float16: rows are multiplied by a norm's weights before they are divided by their root mean square, and the
+    few large numbers that models have in their rows would then be beyond its end.
+    """
     if group_of(model).size > 1:
         return "its weights are split over processes"
-    if model.dtype not in (torch.bfloat16, torch.float16):
-        return "for bfloat16 and float16"
+    if model.dtype != torch.bfloat16:
+        return "for bfloat16"
     half = int(model.model.layers[0].self_attn.head_dim) // 2
     if half < 16 or half & (half - 1):
         return "halves of its heads are no powers of two from 16 on"
@@ -106,4 +110,10 @@ def why_not(model: Any) -> str | None:
         layer.mlp.gate_proj.bias is not None for layer in model.model.layers
     ):
         return "its head, or what it gates with, has a bias"
+    alone = [
+        model.lm_head,
+        *(part[0] for part in parts if len(part) == 1),
+    ]  # the others are laid side by side anew
+    if not all(linear.weight.is_contiguous() and linear.weight.data_ptr() % 16 == 0 for linear in alone):
+        return "its weights do not lie in order"
     return None

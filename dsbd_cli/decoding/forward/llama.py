@@ -117,7 +117,9 @@ class LlamaForward:
     ) -> tuple[Any, Tensor, Tensor, Tensor]:
         """Embeddings, ready for `norm` where a kernel makes them, as they are, and their cos and sin [N, size]."""
         weight = self._embed.weight
-        turns = self._turns.of(weight[None, :1], cache.capacity) if self._products is not None else None
+        turns = None
+        if self._products is not None and weight.is_contiguous() and weight.dtype == self.dtype:
+            turns = self._turns.of(weight[None, :1], cache.capacity)
         if turns is None:
             x = self._embed(ids).to(self.dtype)
             cos, sin = self._rotary(x, positions[None])

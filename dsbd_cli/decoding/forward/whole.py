@@ -96,7 +96,8 @@ class WholeForward:
 
     def _looks_up_in_c(self) -> bool:
         """Whether C can find tokens and turns itself, as they lie; its step then knows where."""
-        table, kernels = self._embed.weight, c_kernels()
+        # Detached: a module that is moved or cast lets go of the memory of its parameters.
+        table, kernels = self._embed.weight.detach(), c_kernels()
         as_they_lie = type(self._embed) is torch.nn.Embedding and table.dtype == self.dtype
         if not as_they_lie or not table.is_contiguous() or not self._by_position() or kernels is None:
             return False
@@ -231,8 +232,9 @@ class WholeForward:
             IndexError: a token that has no embedding.
             MemoryError: no memory for a row of logits.
         """
-        if max(plan.ids) >= self._tokens:
-            raise IndexError(f"token {max(plan.ids)} of {self._tokens}")
+        if min(plan.ids) < 0 or max(plan.ids) >= self._tokens:
+            wrong = next(token for token in plan.ids if not 0 <= token < self._tokens)
+            raise IndexError(f"token {wrong} of {self._tokens}")
         with self._one:
             cache, step = stores.cache, self._step
             seen = self._seen
@@ -246,9 +248,10 @@ class WholeForward:
             step.numbers = numbers.buffer_info()[0]
             out, most = self._out, min(count, vocab, self._rows)
             if len(keep) > out.most or most != out.count or vocab != step.vocab:
-                out = self._out = _Out(max(2 * len(keep), out.most), most)
+                out, self._out = _Out(max(2 * len(keep), out.most), most), _Out(0, 0)
                 step.vocab, step.best = vocab, most
                 step.best_ids, step.best_logps, step.finite = out.addresses
+                self._out = out  # last: interrupted before, the next call writes all of it down
             team = self._threads()
             call = ctypes.byref(self._model), ctypes.byref(step), ctypes.byref(team)
             size = self._library.step(*call, *self._memory_at)
@@ -262,6 +265,7 @@ class WholeForward:
     def _point_at(self, stores: Stores) -> None:
         """Take down the addresses of these buffers."""
         cache, table, step, request = stores.cache, stores.masks.table, self._step, self._request
+        self._seen = None, 0, None, None  # until all are there: it may be interrupted
         cos, sin = self._tables(cache.capacity)
         request.capacity = cache.capacity
         request.keys, request.values = self._pool(cache, table)
@@ -281,6 +285,7 @@ class WholeForward:
         return team
 
     def _enlarge(self, size: int) -> None:
+        self._memory_at = 0, 0  # until the new one is there: the old one may be gone when this is interrupted
         self._memory = torch.zeros(2 * size, dtype=torch.uint8)
         self._memory_at = self._memory.data_ptr(), 2 * size
 

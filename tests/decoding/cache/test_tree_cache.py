@@ -44,15 +44,19 @@ class Member:
         for leaf in self.rng.sample(self.leaves, min(2, len(self.leaves))):
             child = Node(self.rng.randrange(9), leaf)
             wanted += [child, Node(self.rng.randrange(9), child)][: self.rng.randint(1, 2)]
+        if self.slots and self.rng.random() < 0.3:  # anew, in any order, some with others between them
+            wanted += self.rng.sample(list(self.slots), self.rng.randint(1, min(4, len(self.slots))))
+            self.rng.shuffle(wanted)
         batch = self.tree.missing(wanted)
         plan = self.tree.plan(batch)
         tensors = (torch.tensor(part) for part in (plan.base, plan.mask_rows, plan.slots))
         mask = self.tree.masks.extend(*tensors, torch.from_numpy(plan.inside))
         for i, node in enumerate(batch):
-            self.slots[node] = plan.slots[i]
+            if node not in self.slots:
+                self.leaves.append(node)
+            assert self.slots.setdefault(node, plan.slots[i]) == plan.slots[i]
             assert set(torch.nonzero(mask[i] == 0)[:, 0].tolist()) == self.sees(node)
             assert plan.positions[i] == len(self.prompt) - 1 + node.depth
-            self.leaves.append(node)
 
     def retain(self) -> None:
         self.leaves = self.rng.sample(self.leaves, self.rng.randint(1, min(3, len(self.leaves))))

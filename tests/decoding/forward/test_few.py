@@ -34,5 +34,13 @@ def test_others_are_not_and_it_is_said_why(tmp_path, options, says):
 def test_neither_are_float32_nor_large_matrices(tmp_path, monkeypatch):
     model = rand(tmp_path, "llama", **SMALL)
     assert "bfloat16" in (few.why_not(model) or "")
+    assert "bfloat16" in (few.why_not(model.half()) or "")  # which ends at 65,504
     monkeypatch.setattr(few, "_LARGEST", 2 * 192 * 128 * 2 - 1)  # gate and up are one matrix
-    assert "large" in (few.why_not(model.to(torch.float16)) or "")
+    assert "large" in (few.why_not(model.to(torch.bfloat16)) or "")
+
+
+def test_nor_are_weights_that_do_not_lie_in_order(tmp_path):
+    model = rand(tmp_path, "llama", **SMALL).to(torch.bfloat16)
+    down = model.model.layers[1].mlp.down_proj.weight
+    down.data = down.data.t().contiguous().t()
+    assert "order" in (few.why_not(model) or "")

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from dsbd_cli.decoding.forward import llama
-from dsbd_cli.decoding.forward.few import FewNodes, why_not
+from dsbd_cli.decoding.forward.few import FewNodes
 from dsbd_cli.decoding.forward.kernels import DenseLinear
 from dsbd_cli.decoding.forward.llama import TorchLayer, TritonLayer
 from dsbd_cli.decoding.model.hf_model import HfTreeModel
@@ -165,7 +165,6 @@ def test_few_nodes_of_a_small_model_are_what_its_layers_compute(tmp_path, monkey
                 TritonLayer(i, layer, DenseLinear, half.dtype, kernels)
                 for i, layer in enumerate(half.model.layers)
             ]
-            assert why_not(half) is None
             forward._few = FewNodes(forward._layers, forward._norm, forward._head, kernels.products)
         tree, root = HfTreeModel(one, vocab_size=VOCAB, graphs=False), Node(-1, None)
         tree._use(forward)

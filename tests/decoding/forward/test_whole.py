@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Iterator
 
 import numpy as np
@@ -9,6 +10,7 @@ import pytest
 import torch
 
 from dsbd_cli.decoding.forward import amx, simd
+from dsbd_cli.decoding.forward.records import Step
 from dsbd_cli.decoding.model.hf_model import HfTreeModel
 from dsbd_cli.decoding.tree.sequences import Node
 from tests.decoding.forward import emulated
@@ -121,3 +123,89 @@ def test_a_token_without_an_embedding_is_an_error_and_no_other_memory():
     with pytest.raises(IndexError, match=f"token {VOCAB} of {VOCAB}"):
         model.forward([Node(VOCAB, root)])
     model.forward([Node(VOCAB - 1, root)])
+    with pytest.raises(IndexError, match=f"token -5 of {VOCAB}"):
+        model.forward([Node(VOCAB - 2, root), Node(-5, root)])
+
+
+@pytest.mark.parametrize("way", FORWARDS)
+def test_a_model_that_is_cast_or_moved_takes_no_memory_away_that_c_reads(way):
+    model = served(*FORWARDS[way], "llama", 3)
+    forward = model._forward
+    own = [one.data_ptr() for one in forward._kept if isinstance(one, torch.Tensor)]
+    model.model.to(torch.float64)
+    assert forward._step.embedding in own
+    assert [one.data_ptr() for one in forward._kept if isinstance(one, torch.Tensor)] == own
+
+
+def told(model: HfTreeModel, root: Node) -> list[float]:
+    model.prefill([3, 4, 5], root, top_n=3)
+    nodes = [Node(6, root), Node(7, root)]
+    model.forward(nodes)
+    return [logp for node in nodes for logp in model.best(node, 3)[1].tolist()]
+
+
+class Interrupted(ctypes.Structure):
+    """A step in which writing down one of the addresses is interrupted, once."""
+
+    _fields_ = Step._fields_
+    at: str | None = None
+
+    def __setattr__(self, name, value):
+        if name == Interrupted.at:
+            Interrupted.at = None
+            raise KeyboardInterrupt
+        super().__setattr__(name, value)
+
+
+@pytest.mark.parametrize(
+    "at", ["best", "best_ids", "best_logps", "finite", "cos", "table", "width", "positions"]
+)
+def test_an_interruption_leaves_no_addresses_of_what_is_gone(at):
+    model, other = (served(*FORWARDS["vectors"], "llama", 3) for _ in range(2))
+    wanted = told(model, Node(-1, None))
+    forward = model._forward
+    step = Interrupted.from_buffer_copy(forward._step)
+    forward._step, forward._request = step, step.request
+    assert told(model, Node(-1, None)) == wanted
+    own = model.tree
+    other._use(forward)  # another tree, with buffers of its own
+    Interrupted.at = at
+    root = Node(-1, None)
+    other.prefill([9, 8], root, top_n=5)
+    with pytest.raises(KeyboardInterrupt):
+        other.forward([Node(7, root) for _ in range(9)])
+    nodes = [Node(7, root) for _ in range(9)]
+    other.forward(nodes)
+    assert len({tuple(other.best(node, 5)[1].tolist()) for node in nodes}) == 1
+    assert model.tree is own
+    assert told(model, Node(-1, None)) == wanted
+
+
+def test_a_tree_made_in_inference_mode_goes_on_outside_of_it():
+    with torch.inference_mode():
+        model = served(*FORWARDS["vectors"], "llama", 3)
+    root = Node(-1, None)
+    model.prefill([3, 4, 5], root, top_n=3)
+    above = Node(6, root)
+    below = Node(7, above)
+    model.forward([above, below])
+    model.retain([below])
+    model.forward([Node(8, above)])  # its row is drawn anew
+
+
+@pytest.mark.parametrize("takes_plans", [True, False])
+def test_known_nodes_that_are_asked_anew_say_the_same_whatever_stands_between_them(takes_plans):
+    model = served(*FORWARDS["vectors"], "llama", 3)
+    model._forward.takes_plans = takes_plans
+    root = Node(-1, None)
+    model.prefill([3, 4, 5], root, top_n=3)
+    path = [Node(6, root)]
+    for token in (7, 8, 9):
+        path.append(Node(token, path[-1]))
+    model.forward(path)
+    wanted = [model.best(node, 3)[1].tolist() for node in path]
+    for places in ((0, 2), (3, 1), (3, 0), (1, 0)):
+        anew = [path[place] for place in places]
+        model.logits.forget(anew)
+        model.forward([Node(5, path[1]), *anew])
+        assert np.allclose([model.best(node, 3)[1] for node in path], wanted, atol=1e-5)

@@ -40,7 +40,7 @@ void forward(const model *m, const request *r, const team *t, char *memory);
 typedef struct {
     request r; /* capacity, keys and values; the rest is made here */
     /* count, used, kept; [count] each: token, position, slot, row of the table to write and to begin with, place of
-     * the parent among these (-1: outside); [kept]: places of those whose logits are wanted. */
+     * the nearest ancestor among these (-1: none); [kept]: places of those whose logits are wanted. */
     const int64_t *numbers;
     const real *embedding, *cos, *sin; /* by token; by position */
     real *table;                       /* [rows, width]: see `cache/buffers.py`, TreeMasks */
