@@ -236,7 +236,13 @@ class WholeForward:
             wrong = next(token for token in plan.ids if not 0 <= token < self._tokens)
             raise IndexError(f"token {wrong} of {self._tokens}")
         with self._one:
-            cache, step = stores.cache, self._step
+            cache, step, table = stores.cache, self._step, stores.masks.table
+            # What bookkeeping an interruption has torn asks for may lie outside, and C looks at no bounds.
+            if (
+                max(plan.slots) >= plan.used or plan.used > min(cache.capacity, table.shape[1])
+                or max(plan.positions) >= cache.capacity or max(*plan.mask_rows, *plan.base) >= len(table)
+            ):  # fmt: skip
+                raise IndexError("a node outside the buffers")
             seen = self._seen
             same = seen[0] is cache and seen[1] == cache.capacity and seen[2] is stores.masks.table
             if not same or seen[3] is not self._turns:

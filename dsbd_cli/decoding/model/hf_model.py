@@ -323,6 +323,8 @@ class HfTreeModel:
         if idle and self.graphs is not None and self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()
         self._in_flight, self._short_of_memory = None, False
+        if self._broken and self.graphs is None:  # interrupted while planning: its tables may disagree
+            self._use(self._forward)
         self.clock.idle()
         if self.logits.tainted:
             # Masked keys and values have weight 0, but 0 x NaN is NaN: leave nothing of a broken run.

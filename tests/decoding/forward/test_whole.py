@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 from collections.abc import Iterator
 
 import numpy as np
@@ -209,3 +210,29 @@ def test_known_nodes_that_are_asked_anew_say_the_same_whatever_stands_between_th
         model.logits.forget(anew)
         model.forward([Node(5, path[1]), *anew])
         assert np.allclose([model.best(node, 3)[1] for node in path], wanted, atol=1e-5)
+
+
+@pytest.mark.parametrize("torn", ["slots", "positions", "mask_rows", "base"])
+def test_a_plan_that_lies_outside_the_buffers_is_an_error_and_no_other_memory(torn):
+    model = served(*FORWARDS["vectors"], "llama", 3)
+    root = Node(-1, None)
+    model.prefill([3, 4, 5], root, top_n=3)
+    plan = model.tree.plan([Node(6, root)])
+    wrong = dataclasses.replace(plan, **{torn: [4096]})
+    with pytest.raises(IndexError, match="outside the buffers"):
+        model._forward.best(model.tree.stores, wrong, [0], VOCAB, 3)
+    with pytest.raises(IndexError, match="outside the buffers"):
+        model._forward.best(model.tree.stores, dataclasses.replace(plan, used=4096), [0], VOCAB, 3)
+    assert model._forward.best(model.tree.stores, plan, [0], VOCAB, 3).finite.all()
+
+
+def test_an_interruption_while_planning_changes_nothing_later(monkeypatch):
+    model = served(*FORWARDS["vectors"], "llama", 3)
+    wanted = told(model, Node(-1, None))
+    nodes = [Node(9, model.tree._root)]
+    with monkeypatch.context() as patch:
+        patch.setattr(model.tree, "_enter", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            model.forward(nodes)
+    assert told(model, Node(-1, None)) == wanted
+    assert model.tree.slots.live == 5  # none is lost
