@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_BY_POSITION = {"default", "linear", "llama3"}
+# Kinds of rope whose turns depend on the position alone.
+BY_POSITION = {"default", "linear", "llama3"}
 
 
 class Turns:
@@ -25,7 +26,7 @@ class Turns:
     def of(self, like: Tensor, positions: int) -> tuple[Tensor, Tensor] | None:
         """cos and sin, [>= positions, size] each, in the dtype and on the device of `like` [1, ...]; None where they
         depend on more than the position."""
-        if getattr(self._rotary, "rope_type", None) not in _BY_POSITION:
+        if getattr(self._rotary, "rope_type", None) not in BY_POSITION:
             return None
         if not self._tables or max(self._tables) < positions:
             cos, sin = self._rotary(like, torch.arange(positions, device=like.device)[None])

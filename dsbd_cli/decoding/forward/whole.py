@@ -23,10 +23,10 @@ from dsbd_cli.decoding.forward import native
 from dsbd_cli.decoding.forward.kernels import c_kernels
 from dsbd_cli.decoding.forward.records import Layer, Linear, Model, Request, Step
 from dsbd_cli.decoding.forward.records import prototyped as prototyped
+from dsbd_cli.decoding.forward.turns import BY_POSITION
 from dsbd_cli.loading.ready import packed
 from dsbd_cli.loading.ready.packed import Piece, Place
 
-_ROPES_BY_POSITION = {"default", "linear", "llama3"}
 _UNIT = 16
 _pointer = ctypes.c_void_p
 
@@ -297,7 +297,7 @@ class WholeForward:
 
     def _by_position(self) -> bool:
         """Whether a position alone says how its node is turned."""
-        return getattr(self._rotary, "rope_type", None) in _ROPES_BY_POSITION
+        return getattr(self._rotary, "rope_type", None) in BY_POSITION
 
     def _turn(self, x: Tensor, positions: Tensor, capacity: int) -> tuple[Tensor, Tensor]:
         """cos and sin, [N, size] each, of the nodes' positions."""
