@@ -22,7 +22,8 @@ import torch
 from torch import Tensor
 
 from dsbd_cli.decoding.forward import native
-from dsbd_cli.decoding.forward.whole import WholeForward, padded, prototyped
+from dsbd_cli.decoding.forward.records import prototyped
+from dsbd_cli.decoding.forward.whole import WholeForward, padded
 from dsbd_cli.loading import processor
 from dsbd_cli.loading.ready.packed import Piece
 

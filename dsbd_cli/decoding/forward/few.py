@@ -3,30 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from dsbd_cli.decoding.cache.buffers import KVBuffer
-from dsbd_cli.decoding.forward.kernels import DenseLinear
 from dsbd_cli.group import group_of
 
 # A layer's largest matrix, in bytes. Measured with 3.5 MB; at 33, whose reading is all that counts, torch is as quick.
 _LARGEST = 8 << 20
 _MOST_NODES = 64
-
-
-class _Weights(NamedTuple):
-    """A layer's: matrices [outputs, inputs], biases or None, and what its norms need."""
-
-    before: Tensor
-    after: Tensor
-    eps: tuple[float, float]
-    qkv: DenseLinear
-    out: DenseLinear
-    gate_up: Tensor
-    down: DenseLinear
 
 
 class FewNodes:
@@ -39,15 +26,8 @@ class FewNodes:
 
     def __init__(self, layers: Sequence[Any], norm: Any, head: Any, products: Any) -> None:
         self._layers, self._products = list(layers), products
-        self._weights = [
-            _Weights(
-                layer.before.weight, layer.after.weight, (layer.before.eps, layer.after.eps), layer.qkv, layer.out,
-                layer.gate_up.weight, layer.down,
-            )
-            for layer in self._layers
-        ]  # fmt: skip
         self._norm, self._head = norm, head
-        self.first_norm: Tensor = self._weights[0].before
+        self.first_norm: Tensor = self._layers[0].before.weight
 
     def serves(self, count: int, mask: Tensor | None) -> bool:
         """Whether it computes so many nodes; prompts without a mask it does not."""
@@ -66,18 +46,18 @@ class FewNodes:
             between: called before each layer with its number.
         """
         products = self._products
-        norms = [*(one.before for one in self._weights[1:]), self._norm.weight]
-        for i, (layer, own, norm) in enumerate(zip(self._layers, self._weights, norms, strict=True)):
+        norms = [*(layer.before.weight for layer in self._layers[1:]), self._norm.weight]
+        for i, (layer, norm) in enumerate(zip(self._layers, norms, strict=True)):
             between(i)
             keys, values = cache.buffers(layer.index, layer.groups, layer.size, layer.size, rows.x)
             query = products.heads(
-                rows, own.eps[0], own.qkv.weight, own.qkv.bias, layer.norm_weights, layer.head_eps, cos, sin,
+                rows, layer.before.eps, layer.qkv.weight, layer.qkv.bias, layer.norm_weights, layer.head_eps, cos, sin,
                 cache.slots, keys, values, layer.heads,
             )  # fmt: skip
             seen = layer.attend(query, keys, values, mask, cache)
-            rows = products.residual(seen, own.out.weight, own.out.bias, rows, own.after)
-            inner = products.gated(rows, own.eps[1], own.gate_up)
-            rows = products.residual(inner, own.down.weight, own.down.bias, rows, norm)
+            rows = products.residual(seen, layer.out.weight, layer.out.bias, rows, layer.after.weight)
+            inner = products.gated(rows, layer.after.eps, layer.gate_up.weight)
+            rows = products.residual(inner, layer.down.weight, layer.down.bias, rows, norm)
         return products.logits(rows if keep is None else rows.of(keep), self._norm.eps, self._head.weight)
 
 

@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 
 from dsbd_cli.decoding.forward import native
-from dsbd_cli.decoding.forward.whole import Linear, WholeForward, prototyped
+from dsbd_cli.decoding.forward.records import Linear, prototyped
+from dsbd_cli.decoding.forward.whole import WholeForward
 from dsbd_cli.loading import processor
 
 # In the order of the C source, the narrowest first.

@@ -24,8 +24,6 @@ try:
 except ImportError:  # an older Triton, where nothing starts early
     gdc_wait = gdc_launch_dependents = None
 
-# Nodes of a forward that these products serve; more are a large matrix product.
-MOST_NODES = 64
 # Shared memory that any device since 2018 gives a program, and loads in flight beyond which nothing is won.
 _SHARED_BYTES, _MOST_STAGES = 96 << 10, 9
 
@@ -170,6 +168,23 @@ def _heads(
 
 
 @triton.jit
+def _product(
+    x_ptr, weight_ptr, col, rows, outputs,
+    INPUTS: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, DEPTH: tl.constexpr,
+):  # fmt: skip
+    """[ROWS, COLS] float32: rows of x times the weights of outputs `col`."""
+    row, deep = tl.arange(0, ROWS), tl.arange(0, DEPTH)
+    real, there = row < rows, col < outputs
+    weight_at = weight_ptr + col[:, None].to(tl.int64) * INPUTS + deep[None, :]
+    sums = tl.zeros([ROWS, COLS], tl.float32)
+    for k in range(0, INPUTS, DEPTH):
+        x = tl.load(x_ptr + row[:, None] * INPUTS + k + deep[None, :], mask=real[:, None], other=0.0)
+        weight = tl.load(weight_at + k, mask=there[:, None], other=0.0)
+        sums = tl.dot(x, tl.trans(weight), sums)
+    return sums
+
+
+@triton.jit
 def _residual(
     x_ptr, weight_ptr, bias_ptr, add_ptr, norm_ptr, out_ptr, scaled_ptr, squares_ptr, rows, outputs,
     INPUTS: tl.constexpr, BIASED: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, DEPTH: tl.constexpr,
@@ -177,16 +192,11 @@ def _residual(
 ):  # fmt: skip
     """COLS outputs of a product, added to what was there; and what the norm behind it needs."""
     col = tl.program_id(0) * COLS + tl.arange(0, COLS)
-    row, deep = tl.arange(0, ROWS), tl.arange(0, DEPTH)
+    row = tl.arange(0, ROWS)
     real, there = row < rows, col < outputs
-    weight_at = weight_ptr + col[:, None].to(tl.int64) * INPUTS + deep[None, :]
     _ahead(weight_ptr, tl.program_id(0) * COLS, outputs, INPUTS, EARLY)
     ready(EARLY)
-    sums = tl.zeros([ROWS, COLS], tl.float32)
-    for k in range(0, INPUTS, DEPTH):
-        x = tl.load(x_ptr + row[:, None] * INPUTS + k + deep[None, :], mask=real[:, None], other=0.0)
-        weight = tl.load(weight_at + k, mask=there[:, None], other=0.0)
-        sums = tl.dot(x, tl.trans(weight), sums)
+    sums = _product(x_ptr, weight_ptr, col, rows, outputs, INPUTS, ROWS, COLS, DEPTH)
     whole = real[:, None] & there[None, :]
     at = row[:, None] * outputs + col[None, :]
     sums += tl.load(add_ptr + at, mask=whole, other=0.0).to(tl.float32)
@@ -239,16 +249,11 @@ def _logits(
 ):  # fmt: skip
     """COLS outputs of the head."""
     col = tl.program_id(0) * COLS + tl.arange(0, COLS)
-    row, deep = tl.arange(0, ROWS), tl.arange(0, DEPTH)
+    row = tl.arange(0, ROWS)
     real, there = row < rows, col < outputs
-    weight_at = weight_ptr + col[:, None].to(tl.int64) * INPUTS + deep[None, :]
     ready(EARLY)
     squares = _squares(squares_ptr, rows, parts, ROWS, PARTS)
-    sums = tl.zeros([ROWS, COLS], tl.float32)
-    for k in range(0, INPUTS, DEPTH):
-        x = tl.load(scaled_ptr + row[:, None] * INPUTS + k + deep[None, :], mask=real[:, None], other=0.0)
-        weight = tl.load(weight_at + k, mask=there[:, None], other=0.0)
-        sums = tl.dot(x, tl.trans(weight), sums)
+    sums = _product(scaled_ptr, weight_ptr, col, rows, outputs, INPUTS, ROWS, COLS, DEPTH)
     sums = sums * _inverse(squares, INPUTS, eps)
     at = row[:, None].to(tl.int64) * outputs + col[None, :]
     tl.store(out_ptr + at, sums.to(out_ptr.dtype.element_ty), mask=real[:, None] & there[None, :])

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 # Kinds of rope whose turns depend on the position alone.
-BY_POSITION = {"default", "linear", "llama3"}
+_BY_POSITION = {"default", "linear", "llama3"}
 
 
 class Turns:
@@ -20,15 +20,21 @@ class Turns:
 
     def __init__(self, rotary: Any) -> None:
         self._rotary = rotary
-        # All are kept: captures hold their addresses, and of capacities that double they are no more than the last.
+        # All are kept, for captures and C hold their addresses; each is twice as long as the one before at least.
         self._tables: dict[int, tuple[Tensor, Tensor]] = {}
 
+    @property
+    def by_position(self) -> bool:
+        """Whether a position alone says how its node is turned."""
+        return getattr(self._rotary, "rope_type", None) in _BY_POSITION
+
     def of(self, like: Tensor, positions: int) -> tuple[Tensor, Tensor] | None:
-        """cos and sin, [>= positions, size] each, in the dtype and on the device of `like` [1, ...]; None where they
-        depend on more than the position."""
-        if getattr(self._rotary, "rope_type", None) not in BY_POSITION:
+        """cos and sin, [>= positions, size] each, in the dtype and on the device of `like`; None where they depend on
+        more than the position."""
+        if not self.by_position:
             return None
         if not self._tables or max(self._tables) < positions:
-            cos, sin = self._rotary(like, torch.arange(positions, device=like.device)[None])
-            self._tables[positions] = cos[0].contiguous(), sin[0].contiguous()
+            length = 1 << (positions - 1).bit_length()
+            cos, sin = self._rotary(like, torch.arange(length, device=like.device)[None])
+            self._tables[length] = cos[0].contiguous(), sin[0].contiguous()
         return self._tables[max(self._tables)]

@@ -22,8 +22,7 @@ from dsbd_cli.decoding.cache.tree_cache import Plan
 from dsbd_cli.decoding.forward import native
 from dsbd_cli.decoding.forward.kernels import c_kernels
 from dsbd_cli.decoding.forward.records import Layer, Linear, Model, Request, Step
-from dsbd_cli.decoding.forward.records import prototyped as prototyped
-from dsbd_cli.decoding.forward.turns import BY_POSITION
+from dsbd_cli.decoding.forward.turns import Turns
 from dsbd_cli.loading.ready import packed
 from dsbd_cli.loading.ready.packed import Piece, Place
 
@@ -61,7 +60,7 @@ class WholeForward:
         inner, config = model.model, model.config
         self._library, self._team, self.int8 = library, native.team(), int8
         self._embed, self._rotary = inner.embed_tokens, inner.rotary_emb
-        self._turns: tuple[Tensor, Tensor] | None = None
+        self._turns, self._like = Turns(inner.rotary_emb), torch.empty(0, dtype=self.dtype)
         self._layers = list(inner.layers)
         attention = self._layers[0].self_attn
         self._groups, self._size = int(config.num_key_value_heads), int(attention.head_dim)
@@ -90,7 +89,7 @@ class WholeForward:
         self._pools: tuple[Any, int, Any, Any] = (None, 0, None, None)
         self._step = Step()
         self._request = self._step.request
-        self._seen: tuple[Any, ...] = (None, 0, None, None)  # what the step's addresses are of
+        self._seen: tuple[Any, ...] = (None, 0, None)  # what the step's addresses are of
         self._out = _Out(0, 0)
         self.takes_plans = self._looks_up_in_c()
 
@@ -99,7 +98,7 @@ class WholeForward:
         # Detached: a module that is moved or cast lets go of the memory of its parameters.
         table, kernels = self._embed.weight.detach(), c_kernels()
         as_they_lie = type(self._embed) is torch.nn.Embedding and table.dtype == self.dtype
-        if not as_they_lie or not table.is_contiguous() or not self._by_position() or kernels is None:
+        if not as_they_lie or not table.is_contiguous() or not self._turns.by_position or kernels is None:
             return False
         self._tokens = len(table)
         hidden = torch.full((1,), torch.finfo(self.dtype).min, dtype=self.dtype)
@@ -244,8 +243,7 @@ class WholeForward:
             ):  # fmt: skip
                 raise IndexError("a node outside the buffers")
             seen = self._seen
-            same = seen[0] is cache and seen[1] == cache.capacity and seen[2] is stores.masks.table
-            if not same or seen[3] is not self._turns:
+            if not (seen[0] is cache and seen[1] == cache.capacity and seen[2] is table):
                 self._point_at(stores)
             numbers = array("q", [
                 len(plan), plan.used, len(keep), *plan.ids, *plan.positions, *plan.slots, *plan.mask_rows,
@@ -271,8 +269,10 @@ class WholeForward:
     def _point_at(self, stores: Stores) -> None:
         """Take down the addresses of these buffers."""
         cache, table, step, request = stores.cache, stores.masks.table, self._step, self._request
-        self._seen = None, 0, None, None  # until all are there: it may be interrupted
-        cos, sin = self._tables(cache.capacity)
+        self._seen = None, 0, None  # until all are there: it may be interrupted
+        turns = self._turns.of(self._like, cache.capacity)
+        assert turns is not None  # `takes_plans` says so
+        cos, sin = turns
         request.capacity = cache.capacity
         request.keys, request.values = self._pool(cache, table)
         step.cos, step.sin, step.table, step.width = (
@@ -282,7 +282,7 @@ class WholeForward:
             table.shape[1],
         )
         step.positions = cache.positions(table.device).data_ptr() if self._needs_positions else None
-        self._seen = cache, cache.capacity, table, self._turns
+        self._seen = cache, cache.capacity, table
 
     def _threads(self) -> native.Team:
         """Those that torch uses now."""
@@ -295,24 +295,14 @@ class WholeForward:
         self._memory = torch.zeros(2 * size, dtype=torch.uint8)
         self._memory_at = self._memory.data_ptr(), 2 * size
 
-    def _by_position(self) -> bool:
-        """Whether a position alone says how its node is turned."""
-        return getattr(self._rotary, "rope_type", None) in BY_POSITION
-
     def _turn(self, x: Tensor, positions: Tensor, capacity: int) -> tuple[Tensor, Tensor]:
-        """cos and sin, [N, size] each, of the nodes' positions."""
-        if not self._by_position():
+        """cos and sin, [N, size] each, of the nodes' positions: one is below the slot count."""
+        turns = self._turns.of(self._like, capacity)
+        if turns is None:
             cos, sin = self._rotary(x, positions[None])
             return cos[0].contiguous(), sin[0].contiguous()
-        cos, sin = self._tables(capacity)
+        cos, sin = turns
         return cos[positions], sin[positions]
-
-    def _tables(self, capacity: int) -> tuple[Tensor, Tensor]:
-        """cos and sin of all positions: one is below the slot count."""
-        if self._turns is None or len(self._turns[0]) < capacity:
-            cos, sin = self._rotary(torch.empty(0, dtype=self.dtype), torch.arange(capacity)[None])
-            self._turns = cos[0].contiguous(), sin[0].contiguous()
-        return self._turns
 
     def _pool(self, cache: KVBuffer, like: Tensor) -> tuple[Any, Any]:
         """Addresses of every layer's keys and values."""
