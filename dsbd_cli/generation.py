@@ -231,6 +231,10 @@ class Generation:
         stats.paths = decoder.describe()
         if run.shape is not None and (prices := self.prices()) is not None:
             stats.paths["prices"] = prices.describe()
+        if run.spare is not None and run.spare.forests:
+            stats.paths["forests"] = (
+                f"{run.spare.forests} without the draft, of what followed the last tokens before"
+            )
         return Result(
             text=visible_text(best, decoder.detokenize, settings.stop),
             token_ids=best.tokens(),

@@ -28,6 +28,7 @@ from dsbd_cli.decoding.law.verification import (
     keys,
 )
 from dsbd_cli.decoding.law.width import DistinctWidth
+from dsbd_cli.decoding.methods.ngrams import NgramForests
 from dsbd_cli.decoding.methods.proposers import ForestShape, Proposer
 from dsbd_cli.decoding.model.protocol import Compute, Engine, Need, TreeModel, Turn
 from dsbd_cli.decoding.tree.events import Iteration, Layer
@@ -50,6 +51,7 @@ class Run(Request):
         keep_answer: leave the best finished sequence in the caches, for a prompt that goes on from it.
         survivors: what of a forest stands below the beams that go on stays computed, for the next one.
         shape: how large a forest is worth drafting, or None for always gamma layers of W_S.
+        spare: what proposes where the draft is not worth asking; None: nothing.
         engine: runs `cover` iterations on the device, verification included, or None.
     """
 
@@ -58,8 +60,10 @@ class Run(Request):
     keep_answer: bool = False
     survivors: bool = False
     shape: ForestShape | None = None
+    spare: NgramForests | None = None
     engine: Engine | None = None
     _layers: list[Layer] = field(default_factory=list)
+    _computed: list[Node] = field(default_factory=list)
 
     def propose(self) -> Generator[Compute, None, Forest]:
         """The iteration's forest: at most gamma layers, none that the budget has no room for, none that do not pay."""
@@ -68,9 +72,12 @@ class Run(Request):
             return Forest()
         width = None
         if self.shape is not None:
-            depth, width = self.shape.choose(depth)
-            if not depth:
-                return Forest()
+            most = depth
+            if self.spare is not None:
+                self.shape.rival, self.spare.requests = max(1.0, self.spare.gain), self.shape.requests
+            depth, width = self.shape.choose(most)
+            if not depth or (self.spare is not None and self.proposer.exhausted):
+                return Forest() if self.spare is None else self.spare.propose(self.hypotheses.active, most)
         return (yield from self.proposer.propose(self.hypotheses.active, depth, width))
 
     def _depth(self) -> int:
@@ -94,7 +101,8 @@ class Run(Request):
     def advance(self, forest: Forest) -> Generator[Compute, None, None]:
         """The one target call of an iteration: the beams not computed yet, and the whole forest."""
         if not forest.computed:
-            yield Compute(self.target, [*self.hypotheses.active, *forest.unfinished()])
+            self._computed = [*self.hypotheses.active, *forest.unfinished()]
+            yield Compute(self.target, self._computed)
 
     def take(self, draws: list[Node], held: list[bool] | None) -> bool:
         """Commit a layer that the engine drew, from the random numbers of `layers_of` (`protocol.Commit`)."""
@@ -184,8 +192,12 @@ class Run(Request):
             self.hypotheses.keep_best_active()
         active = self.hypotheses.active
         event = Iteration(tuple(active), forest, tuple(self._layers))
-        if self.shape is not None and forest.layers:
+        if self.spare is not None and self.spare.proposed(forest):
+            self.spare.learn(self._layers)
+        elif self.shape is not None and forest.layers:
             self.shape.learn(forest, self._layers)
+        if self.spare is not None:
+            self.spare.see(self._computed, active)
         self._layers.clear()
         best = self.hypotheses.best_finished() if self.keep_answer else None
         leaves = active if best is None else [*active, best]

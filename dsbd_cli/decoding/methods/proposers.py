@@ -190,6 +190,7 @@ class ForestShape:
         requests: how many share each forward, so that their nodes are paid together; 1 where the text depends on
             the forest (all but `cover` of a fixed width and the deterministic mode): a request's text must not
             depend on its neighbours.
+        rival: what is to be had without the draft, in times plain beams (`ngrams.NgramForests`).
     """
 
     def __init__(
@@ -202,12 +203,12 @@ class ForestShape:
         self._first = acceptance.passes
         self._passes = [list(layer) for layer in acceptance.passes]
         self._nodes = list(acceptance.nodes)
-        self.requests = 1
+        self.requests, self.rival = 1, 1.0
         always = Acceptance(self._widths, ((1.0,) * len(self._widths),) * len(self._passes), acceptance.nodes)
         self._rest, self._resting, self._unread = _FIRST_REST, 0, float(unread)
         self._earned_in = min(layers, _EARNED_IN)
         # Where no forest could pay even if all of it passed, none is ever tried.
-        self._hopeless = self._best(always, len(self._passes)).gamma == 0
+        self._always, self._hopeless = always, self._best(always, len(self._passes)).gamma == 0
         self._limit = self._widths[-1]  # W_S of the forest under way
 
     def begins(self, most: int) -> bool:
@@ -228,7 +229,7 @@ class ForestShape:
             self._resting, self._unread = 0, 0.0
         elif not self._hopeless or self.requests > 1:
             self._resting += 1
-            if self._resting > self._rest and self._affordable():
+            if self._resting > self._rest and self._affordable() and self._best(self._always, most).gamma:
                 self._resting, self._rest, self._unread = 0, min(2 * self._rest, _LONGEST_REST), 0.0
                 tries = [Shape(1, width) for width in self._choice]
                 shape = max(tries, key=lambda one: self._worth(known, one))
@@ -277,11 +278,13 @@ class ForestShape:
 
     def _needed(self) -> float:
         """What a forest must promise in times plain beams, of which each layer saves a part of the draft's prompt."""
+        # Beside what is to be had without the draft its promise is as rough as the first one.
+        least = self.rival * (_WORTH if self.rival > 1 else 1.0)
         if not self._unread or self._prices.draft is None:
-            return 1.0
+            return least
         plain = self._earned_in * self._layer_ms()
         behind = self._prices.draft(self._unread)
-        return max(_WORTH, plain / (plain - behind)) if behind < plain else math.inf
+        return self.rival * max(_WORTH, plain / (plain - behind)) if behind < plain else math.inf
 
     def _layer_ms(self) -> float:
         """What a layer of plain beams costs a request."""

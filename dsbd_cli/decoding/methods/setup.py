@@ -10,6 +10,7 @@ from dsbd_cli.decoding.law.width import DistinctWidth, ThresholdWidth, width_rul
 from dsbd_cli.decoding.methods.deterministic import beam_search
 from dsbd_cli.decoding.methods.dsbd import Run, alone, dsbd
 from dsbd_cli.decoding.methods.lookup import CHAINS, LookupProposer
+from dsbd_cli.decoding.methods.ngrams import NgramForests, assumed_gain
 from dsbd_cli.decoding.methods.proposers import CapturedProposer, DraftModelProposer, ForestShape, Proposer
 from dsbd_cli.decoding.methods.recalling import RecallingProposer
 from dsbd_cli.decoding.methods.specinfer import TreeProposer, specinfer
@@ -85,6 +86,12 @@ def host_proposals(settings: Settings) -> str:
     return "the host chooses the forest's nodes (forest-nodes)" if settings.forest_nodes else ""
 
 
+def beams_of(settings: Settings) -> float:
+    """Distinct beams that these settings leave, about."""
+    width = 1 if settings.method in ONE_BEAM_METHODS else settings.width
+    return distinct_beams(width, without_replacement=settings.deterministic or draws_distinct(settings))
+
+
 def forest_shape(settings: Settings, prices: Prices | None, unread: int = 0) -> ForestShape | None:
     """How large these settings' forests are to be; None where they are all alike, or there are none.
 
@@ -95,9 +102,8 @@ def forest_shape(settings: Settings, prices: Prices | None, unread: int = 0) -> 
     if prices is None or not drafts:
         return None
     pruned = forest_mass(settings) < 1
-    one_beam = settings.method in ONE_BEAM_METHODS
-    width, drawn = 1 if one_beam else settings.width, not takes_most_probable(settings)
-    beams = distinct_beams(width, without_replacement=settings.deterministic or draws_distinct(settings))
+    one_beam, drawn = settings.method in ONE_BEAM_METHODS, not takes_most_probable(settings)
+    width, beams = 1 if one_beam else settings.width, beams_of(settings)
     first = Acceptance.assumed(
         beams,
         settings.gamma,
@@ -106,9 +112,12 @@ def forest_shape(settings: Settings, prices: Prices | None, unread: int = 0) -> 
         least=width if drawn else 1,
     )
     narrow = not isinstance(width_rule_of(settings), ThresholdWidth)
-    return ForestShape(
+    shape = ForestShape(
         prices, first, narrow=narrow, drawn=drawn, unread=unread, layers=settings.max_new_tokens
     )
+    if forest_is_free(settings):
+        shape.rival = max(1.0, assumed_gain(prices, beams))
+    return shape
 
 
 def forest_is_free(settings: Settings) -> bool:
@@ -217,6 +226,7 @@ def start(
     gamma = settings.gamma
     proposer: Proposer | None = None
     kv_one = settings.kv == "one" and settings.method == "dsbd"
+    spare: NgramForests | None = None
     own = False  # the target's own conditionals serve as proposals
     if draft is not None and settings.method == "specinfer":
         expansion = settings.tree or DEFAULT_TREE
@@ -247,6 +257,9 @@ def start(
             proposer = LookupProposer(proposer, trie, prompt, settings.lookup)
         if captured is not None:
             proposer = captured.falling_back_to(proposer)
+        if shape is not None and prices is not None and own and forest_is_free(settings):
+            sizes = gamma * settings.draft_width, top_n_needed(settings, len(trie.eos_ids))
+            spare = NgramForests(target, trie, prompt, prices, beams_of(settings), *sizes)
     hypotheses = Hypotheses(trie.root, width, settings.early_stopping, settings.length_penalty)
     return Run(
         trie=trie,
@@ -265,6 +278,7 @@ def start(
         kv_one=kv_one,
         survivors=own,
         shape=shape,
+        spare=spare,
         engine=engine,
     )
 

@@ -1,0 +1,255 @@
+"""Forests without a draft model: what followed a beam's last tokens before, in the text or in the target's own rows.
+
+Prompt lookup (Saxena 2023) and token recycling (Luo et al. 2024) as one guess at the target, for several beams. A
+node of such a forest costs its place in the target's forward and nothing else, so the forest is built node by
+node, the likeliest first, as long as each is worth its price. Only for forests that need no q (`cover` of a fixed
+width, the deterministic mode): whatever is proposed, the text is the same (docs/design.md sections 2 and 3).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from heapq import heappop, heappush
+
+import numpy as np
+
+from dsbd_cli.decoding.methods.lookup import NOTHING
+from dsbd_cli.decoding.model.protocol import TreeModel
+from dsbd_cli.decoding.tree.events import Layer
+from dsbd_cli.decoding.tree.sequences import DraftLayer, Forest, Node, Trie, common_ancestor
+from dsbd_cli.prices import Acceptance, Curve, Prices, best_forest, layers_per_ms
+from dsbd_cli.prices.forest import draft_widths
+
+# How often the next token is one that followed the same last tokens before, by how many agree. Counted on answers of
+# the default pair to SQuAD, Spider and MT-Bench prompts, rounded.
+_TRUST = {4: 0.7, 3: 0.5, 2: 0.35, 1: 0.15}
+_LONGEST = max(_TRUST)
+# Of that, what the latest, the one before and the third that followed get; older ones get nothing.
+_SHARES = (0.7, 0.2, 0.1)
+# How much of what the target said behind the same token elsewhere holds here.
+_RECYCLED = 1.0
+# Entries of a row that are kept, and tokens that any context proposes.
+_ENTRIES = 4
+# A layer passes where ALL of its draws are in the forest: less often than one of them is. At first this is believed
+# of the mass, then what was seen; the newest iteration's weight.
+_ALL, _RATE = 0.6, 0.1
+# A part of the first belief that comes back with every iteration that was not worth a node: else nothing would be
+# tried again.
+_FORGETTING = 0.02
+# What is believed of layers before anything was tried, as `Acceptance.assumed` does for draft models: one beam's next
+# token is among the k likeliest with probability 1 - _MISS * k ** -_RANK.
+_MISS, _RANK, _JOINT = 0.46, 0.2, 0.9
+# What the host takes for a node, in target forwards over one.
+_HOST = 0.005
+
+Guess = list[tuple[int, float]]
+
+
+class Ngrams:
+    """Statistics of one request's text: a guess at the next token's distribution from its last tokens.
+
+    Args:
+        tokens: the prompt.
+    """
+
+    def __init__(self, tokens: Sequence[int]) -> None:
+        self._text: list[int] = []
+        # By length: what followed, and the latest place where it did.
+        self._followed: list[dict[tuple[int, ...], dict[int, int]]] = [{} for _ in range(_LONGEST + 1)]
+        self._said: dict[int, tuple[np.ndarray, np.ndarray]] = {}
+        self.grow(tokens)
+
+    def __len__(self) -> int:
+        return len(self._text)
+
+    def grow(self, tokens: Iterable[int]) -> None:
+        """The text goes on."""
+        text = self._text
+        for token in tokens:
+            place = len(text)
+            for size in range(1, min(_LONGEST, place) + 1):
+                seen = self._followed[size].setdefault(tuple(text[place - size :]), {})
+                seen.pop(token, None)
+                seen[token] = place  # a dict remembers the order: the latest last
+            text.append(token)
+
+    def tail(self) -> tuple[int, ...]:
+        """The last tokens, as a context."""
+        return tuple(self._text[-_LONGEST:])
+
+    def said(self, token: int, tokens: np.ndarray, logps: np.ndarray) -> None:
+        """The target's row behind some text that ends with `token`, best first (`TreeModel.best`)."""
+        self._said[token] = tokens, logps
+
+    def guess(self, context: tuple[int, ...]) -> Guess:
+        """(token, probability), the probabilities summing to at most 1.
+
+        Args:
+            context: the last tokens, at most as many as `tail` gives.
+        """
+        found: dict[int, float] = {}
+        left = 1.0
+        for size in range(min(_LONGEST, len(context)), 0, -1):
+            followed = self._followed[size].get(context[len(context) - size :])
+            if followed:
+                share = _TRUST[size] * left
+                for token, part in zip(reversed(followed), _SHARES, strict=False):
+                    found[token] = found.get(token, 0.0) + share * part
+                left -= share
+        row = self._said.get(context[-1]) if context else None
+        if row is not None:
+            for token, prob in _as_guess(*row):
+                found[token] = found.get(token, 0.0) + left * _RECYCLED * prob
+        return list(found.items())
+
+
+def _as_guess(tokens: np.ndarray, logps: np.ndarray) -> Guess:
+    return [(token, math.exp(logp)) for token, logp in zip(tokens.tolist(), logps.tolist(), strict=True)]
+
+
+class NgramForests:
+    """Proposes forests of `Ngrams`, as large as each node is worth, and learns how far they get.
+
+    Exactness: a forest is chosen from the past alone, as `ForestShape`'s are, and the text does not depend on it.
+
+    Args:
+        target: whose rows are recycled; where it knows a node already (`Run.survivors`) its own row is the guess.
+        trie: of the request. prompt: token ids that `trie.root` stands for.
+        prices: of the pair, in milliseconds.
+        beams: distinct beams at first (`prices.distinct_beams`).
+        most: nodes of a forest.
+        entries: of a target's row that may be asked for; 0: any number.
+
+    Attributes:
+        requests: how many share each forward.
+        forests: how many were proposed that were not empty.
+    """
+
+    def __init__(
+        self, target: TreeModel, trie: Trie, prompt: Sequence[int], prices: Prices, beams: float, most: int,
+        entries: int = 0,
+    ) -> None:  # fmt: skip
+        self._target, self._trie, self._prices, self._most = target, trie, prices, most
+        self._entries = min(entries or _ENTRIES, _ENTRIES)
+        self._ngrams, self._prompt = Ngrams(prompt), len(prompt)
+        self._last = prompt[-1] if len(prompt) else None
+        self._forest, self._masses, self._beams = Forest(), [0.0], [trie.root]
+        self.requests, self.forests = 1, 0
+        plain = prices.target(beams) + prices.layer_ms
+        self._plain, self._layers, self._ms = plain, assumed_gain(prices, beams), plain
+        self._passed, self._mass = _ALL, 1.0
+
+    @property
+    def gain(self) -> float:
+        """Layers a millisecond, in times those of plain beams."""
+        return self._layers * self._plain / self._ms
+
+    def propose(self, beams: list[Node], depth: int) -> Forest:
+        """A forest of at most `depth` layers on the unfinished `beams` (their `score` is known)."""
+        best = max(node.score for node in beams)
+        weights = [math.exp(node.score - best) for node in beams]
+        total = sum(weights)
+        queue: list[tuple[float, int, Node, tuple[int, ...]]] = []
+        order = 0  # of equals the first one found
+        text = self._ngrams.tail()
+        for node, weight in zip(beams, weights, strict=True):
+            order = self._continue(queue, node, self._context(text, node), weight / total, order)
+        at = beams[0].depth
+        layers: list[tuple[dict[Node, None], list[Node]]] = [({}, []) for _ in range(depth)]
+        masses, count = [0.0] * depth, 0
+        cost = self._cost(len(beams), 0)
+        # What a layer is worth: the time that layers take as things go.
+        worth = min(1.0, self._passed / self._mass) * self._ms / self._layers
+        while queue and count < self._most:
+            less, _, node, context = heappop(queue)
+            more = self._cost(len(beams), count + 1)
+            if -less * worth <= more - cost:
+                break
+            cost, count = more, count + 1
+            assert node.parent is not None
+            place = node.depth - at - 1
+            layers[place][0].setdefault(node.parent)
+            layers[place][1].append(node)
+            masses[place] -= less
+            if node.finish is None and place + 1 < depth:
+                order = self._continue(queue, node, context, -less, order)
+        drafted = [DraftLayer(list(parents), NOTHING, nodes) for parents, nodes in layers if nodes]
+        self._forest, self._masses, self._beams = Forest(drafted), masses, beams
+        return self._forest
+
+    def _continue(
+        self, queue: list[tuple[float, int, Node, tuple[int, ...]]], node: Node, context: tuple[int, ...],
+        weight: float, order: int,
+    ) -> int:  # fmt: skip
+        """Put a node's likely children into the queue."""
+        if self._target.has_logits(node):
+            guess = _as_guess(*self._target.best(node, self._entries))
+        else:
+            guess = self._ngrams.guess(context)
+        for token, prob in guess:
+            # A draw that ends by itself needs no node.
+            if token not in self._trie.eos_ids:
+                child = self._trie.child(node, token)
+                heappush(queue, (-weight * prob, order, child, (*context, token)[-_LONGEST:]))
+                order += 1
+        return order
+
+    def _context(self, text: tuple[int, ...], node: Node) -> tuple[int, ...]:
+        """The last tokens of a beam; `text` is what all beams begin with."""
+        own = node.tail(min(_LONGEST, node.depth - (len(self._ngrams) - self._prompt)))
+        return (*text, *own)[-_LONGEST:]
+
+    def _cost(self, beams: int, nodes: int) -> float:
+        """Milliseconds of an iteration, of this request's share."""
+        prices, count = self._prices, self.requests
+        host = nodes * _HOST * prices.target(1)
+        return prices.target(count * (beams + nodes)) / count + host
+
+    def proposed(self, forest: Forest) -> bool:
+        """Whether this is the last one that was proposed here."""
+        return forest is self._forest
+
+    def learn(self, layers: Sequence[Layer]) -> None:
+        """What became of that one's iteration: the layers that were committed (at least one), from the first on."""
+        forest = self._forest
+        passed, beams = len(layers) - 1, len(self._beams)
+        nodes = sum(len(layer.draws) for layer in forest.layers)
+        host = self._prices.layer_ms
+        self._layers += _RATE * (len(layers) - self._layers)
+        self._ms += _RATE * (self._cost(beams, nodes) + host * len(layers) - self._ms)
+        self._plain += _RATE * (self._cost(beams, 0) + host - self._plain)
+        if nodes:
+            self.forests += 1
+            self._passed += _RATE * (passed - self._passed)
+            self._mass += _RATE * (sum(self._masses) - self._mass)
+        else:
+            self._passed += _FORGETTING * (_ALL * self._mass - self._passed)
+
+    def see(self, computed: Iterable[Node], active: list[Node]) -> None:
+        """The iteration is over: recycle the target's rows of what it computed, and let the text go on.
+
+        Args:
+            computed: nodes whose rows the target may have; those of which it has none are left out.
+            active: the beams that go on.
+        """
+        for node in computed:
+            token = node.token if node.parent is not None else self._last
+            if token is not None and self._target.has_logits(node):
+                self._ngrams.said(token, *self._target.best(node, self._entries))
+        if active:
+            known = len(self._ngrams) - self._prompt
+            ancestor = common_ancestor(active)
+            if ancestor.depth > known:
+                self._ngrams.grow(ancestor.tail(ancestor.depth - known))
+
+
+def assumed_gain(prices: Prices, beams: float) -> float:
+    """What such forests are believed to gain before anything was tried: layers a millisecond, in times plain beams."""
+    widths = draft_widths(8)
+    passes = tuple((1 - _MISS * width**-_RANK) ** beams**_JOINT for width in widths)
+    known = Acceptance(widths, (passes,) * 4, tuple(map(float, widths)), beams)
+    free = Curve((1,), (_HOST * prices.target(1),))
+    priced = Prices(prices.target, free, prices.layer_ms)
+    shape = best_forest(priced, known, max_gamma=4, max_draft_width=8)
+    return layers_per_ms(priced, known, shape) / layers_per_ms(priced, known, shape._replace(gamma=0))
