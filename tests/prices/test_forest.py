@@ -134,5 +134,6 @@ def test_a_layer_has_its_own_price() -> None:
     known = Acceptance((1,), ((1.0,),), (1.0,), 1.0)
     prices = Prices(Curve((1,), (10.0,)), Curve((1,), (2.0,)), layer_ms=3.0)
     assert layers_per_ms(prices, known, Shape(0, 1)) == pytest.approx(1 / 13)
-    assert layers_per_ms(prices, known, Shape(1, 1)) == pytest.approx(2 / 18)
-    assert layers_per_ms(prices, known, Shape(1, 1), requests=3) == pytest.approx(6 / (10 + 2 + 18))
+    # Two that are committed, and one that is drafted: half as much again.
+    assert layers_per_ms(prices, known, Shape(1, 1)) == pytest.approx(2 / (10 + 2 + 6 + 4.5))
+    assert layers_per_ms(prices, known, Shape(1, 1), requests=3) == pytest.approx(6 / (10 + 2 + 18 + 13.5))

@@ -244,7 +244,8 @@ class ForestShape:
             tried += 1
             if not layer.passed:
                 break
-            self._rest = _FIRST_REST
+            # Where something else is proposed one layer that passed is no reason to try again so soon.
+            self._rest = _FIRST_REST if self.rival == 1 else self._rest
         for depth in range(max(1, tried), len(self._passes)):
             above = self._passes[depth - 1]
             row = self._passes[depth]
