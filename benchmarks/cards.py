@@ -29,7 +29,7 @@ import torch
 
 from benchmarks.kit import pairs
 from dsbd_cli.batch.items import item_seed, read_items
-from dsbd_cli.batch.shard import Shard
+from dsbd_cli.batch.shard import Shard, dealt
 from dsbd_cli.decoder import Decoder
 from dsbd_cli.errors import DsbdError
 from dsbd_cli.group import Group, Team, depart, join
@@ -160,7 +160,7 @@ class Cards:
             return {i: list(one.token_ids) for i, one in zip(indices, results, strict=True)}
 
         everyone = range(len(prompts))
-        own = [i for i in everyone if i % self.group.size == self.group.rank]
+        own = [i for i in everyone if dealt(i, self.group.size) == self.group.rank]
         run(own[: batch or 64])  # captures, and prices that are measured once
         seconds: list[list[float]] = [[], []]
         answers: dict[int, list[int]] = {}

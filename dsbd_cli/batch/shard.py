@@ -7,10 +7,24 @@ from dataclasses import dataclass
 
 from dsbd_cli.errors import UserError
 
+# The fraction of the golden ratio, in 64 bits.
+_GOLDEN = 0x9E3779B97F4A7C15
+
+
+def dealt(index: int, world: int) -> int:
+    """Who of `world` gets prompt `index`: each of them one of any `world` that begin at a multiple of it.
+
+    The order within turns by multiples of the golden ratio, which keep step with no period: files often have their
+    kinds of prompts in turns, and by `index` mod `world` one process would get all long answers.
+    """
+    block, place = divmod(index, world)
+    turn = (block * _GOLDEN % 2**64) * world >> 64
+    return (place + turn) % world
+
 
 @dataclass(frozen=True)
 class Shard:
-    """Process `rank` of `world`; prompt i belongs to rank i mod world. `local`: its place on this host."""
+    """Process `rank` of `world`; whose a prompt is says `dealt`. `local`: its place on this host."""
 
     rank: int = 0
     world: int = 1
@@ -36,7 +50,7 @@ class Shard:
 
     def owns(self, index: int) -> bool:
         """Whether this process decodes prompt `index`."""
-        return index % self.world == self.rank
+        return dealt(index, self.world) == self.rank
 
     def device(self) -> str | None:
         """The CUDA device of this process among several, or None to leave the choice to others."""

@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from dsbd_cli.batch.shard import Shard
+from dsbd_cli.batch.shard import Shard, dealt
 from dsbd_cli.batch.watch import Watch, lock, part_of
 from dsbd_cli.errors import UserError
 from dsbd_cli.paths import check_own, refuse_special, refuse_unwritable, same_file, write_error, write_whole
@@ -213,7 +213,7 @@ class Store:
         if self.shard.world > 1:
             watch = Watch(self.path, self.shard, self.tell)
             while missing := set(range(self.total)) - self.done:
-                watch.wait({index % self.shard.world for index in missing},
+                watch.wait({dealt(index, self.shard.world) for index in missing},
                            f"{self.total - len(missing)} of {self.total} prompts are done")  # fmt: skip
                 self._parts = self._read_parts()
             write_whole(self.path, (self._line(index) for index in range(self.total)))

@@ -12,6 +12,7 @@ import os
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
+from dsbd_cli.batch.shard import dealt
 from dsbd_cli.group import PATIENCE, Team
 from dsbd_cli.world import World as Processes
 
@@ -66,7 +67,7 @@ class World(Processes):
 
     def mine(self, items: Sequence[T]) -> list[T]:
         """The items of this replica; the union over replicas is all of them."""
-        return [item for place, item in enumerate(items) if place % self.replicas == self.replica]
+        return [item for place, item in enumerate(items) if dealt(place, self.replicas) == self.replica]
 
     def gather(self, value: Any) -> list[Any] | None:
         """Every rank's value (plain values) on rank 0, in rank order; None elsewhere."""

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from dsbd_cli.batch.items import Item, item_seed, read_items
-from dsbd_cli.batch.shard import Shard
+from dsbd_cli.batch.shard import Shard, dealt
 from dsbd_cli.errors import UserError
 
 
@@ -90,9 +90,28 @@ def test_seeds_differ_by_prompt_and_by_run_and_are_exact_in_json() -> None:
     assert item_seed(0, 0) != item_seed(0, 1) != item_seed(1, 0)
 
 
+@pytest.mark.parametrize("world", [1, 2, 3, 4, 7, 8])
+def test_every_block_of_prompts_is_dealt_out_whole(world):
+    for begin in range(0, 40 * world, world):
+        assert sorted(dealt(index, world) for index in range(begin, begin + world)) == list(range(world))
+
+
+@pytest.mark.parametrize("world", [2, 3, 4, 8])
+@pytest.mark.parametrize("kinds", [2, 3, 4, 8])
+def test_kinds_in_turns_are_dealt_out_evenly(world, kinds):
+    """By the place modulo the number of processes two kinds in turns would each go to a process of their own."""
+    shares = [
+        [sum(dealt(i, world) == rank for i in range(kind, 256, kinds)) for rank in range(world)]
+        for kind in range(kinds)
+    ]
+    even = 256 / kinds / world
+    assert all(even - 5 <= share <= even + 5 for each in shares for share in each)
+
+
 def test_ranks_share_out_every_prompt_once(monkeypatch: pytest.MonkeyPatch) -> None:
     shards = [Shard(rank, 3, rank) for rank in range(3)]
     assert all(sum(shard.owns(index) for shard in shards) == 1 for index in range(10))
+
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
         monkeypatch.delenv(name, raising=False)
     assert Shard.from_env() == Shard(0, 1, 0)
