@@ -48,6 +48,8 @@ from dsbd_cli.settings import Settings
 _ON_CPU, _ON_GPU = 8, 64
 # Of the memory that is free, what keys and values may take.
 _SHARE = 0.4
+# Slots beyond what requests need, for prompts that ended: a dozen of a few hundred tokens.
+_SPARE = 4096
 # Mask rows for each, to start with.
 _ROWS, _CAPTURED_ROWS = 64, 128
 # On a GPU prompts join by this part of the batch at a time.
@@ -193,13 +195,13 @@ class _Member(Generation):
     def _lost_its_draft(self, run: Run) -> bool:
         return run.proposer is not None and run.proposer.exhausted and _FULL not in self.notes
 
-    def leave(self) -> None:
-        """Give back all that it has."""
+    def leave(self, keep: bool = False) -> None:
+        """Give back all that it has; keep: its prompt may stay (`RequestModel.leave`)."""
         if self.seat is not None:
             self.seat.leave()
         for model in (self.target, self.draft):
             if model is not None:
-                model.leave()
+                model.leave(keep)
 
 
 @dataclass(eq=False)
@@ -277,8 +279,8 @@ class Batch:
 
     def load(self) -> Load:
         """How things stand."""
-        regions = None if self._buffers.target is None else self._buffers.target.regions
-        free, slots = (0, 0) if regions is None else (regions.free, regions.capacity)
+        target = self._buffers.target
+        free, slots = (0, 0) if target is None else (target.free, target.regions.capacity)
         return Load(self._running(), int(self._waiting is not None), free, slots)
 
     def answers(self, asked: Iterable[Asked | None]) -> Iterator[Answer]:
@@ -327,7 +329,7 @@ class Batch:
             self._prefill(joined)
             done = [(member, member.result(member.run)) for member in self._round()]
             for member, _ in done:  # all of them first: whoever asks may stop between two answers
-                member.leave()
+                member.leave(keep=True)
             for member, result in done:
                 yield Answer(member.index, result, None, member.notes)
         if broken is not None:
@@ -404,6 +406,7 @@ class Batch:
             slots = int(free_memory(model.device) * _SHARE / max(1, shared.bytes_per_slot))
             slots = group_of(self.decoder.target.model).least(slots)
         shared.slots = slots
+        shared.spare = min(_SPARE, slots // 8) if shared.takes_over else 0
         # What is to be expected, at once: every growth is a copy.
         shared.room([size] * min(self.size, slots // size))
         return shared

@@ -15,6 +15,7 @@ import torch
 
 from dsbd_cli import Decoder, Settings
 from dsbd_cli.decoding import HfTreeModel
+from dsbd_cli.decoding.cache.buffers import KVBuffer
 from dsbd_cli.decoding.model.shared import SharedModel
 from dsbd_cli.errors import UserError
 from dsbd_cli.many import Batch, in_order
@@ -106,6 +107,59 @@ def test_every_prompt_gets_what_it_gets_alone(
         assert told(got) == alone[i], MIXED[i][1]
 
 
+@pytest.mark.parametrize("size", [1, 4, 60])
+@pytest.mark.parametrize("heads", [8, 16])
+def test_what_prompts_share_is_read_once_and_each_gets_what_it_gets_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int, heads: int
+) -> None:
+    """All methods beside each other, two stems in turns; heads of 16 are those of the forward in C."""
+    for name, seed in (("t", 0), ("d", 1)):
+        builders.rand(tmp_path / name, seed=seed, hidden_size=4 * heads, initializer_range=0.2)
+    one = Decoder.from_pair(tmp_path / "t", tmp_path / "d", dtype="float32")
+    stems = ["Some instruction with an example, and then", "SQL over tables a(b, c) and d(e, f): write"]
+    mixed = [(f"{stems[i % 2]} {i} {'xyz' * (i % 7)}", settings_of(i)) for i in range(2 * len(WAYS))]
+    wanted = [told(one.generate(*pair)) for pair in mixed]
+    read = {one.target: 0, one.draft: 0}
+    run = SharedModel._run
+
+    def noted(self: SharedModel, plans: Any, spans: Any, slots: Any, mask: Any, head: Any) -> Any:
+        if isinstance(head, int):  # a prompt
+            read[self.model] += sum(map(len, plans))
+        return run(self, plans, spans, slots, mask, head)
+
+    monkeypatch.setattr(SharedModel, "_run", noted)
+    prompts, settings = zip(*mixed, strict=True)
+    assert [told(result) for result in one.generate_many(prompts, settings, batch=size)] == wanted
+    ids = [one.plan(*pair).ids for pair in mixed]
+    once = sum(map(len, ids)) - sum(len(stems[i % 2]) for i in range(2, len(ids)))
+    # (One token shows the buffers their shape, and not every request asks a draft.)
+    assert read[one.target] <= once + 1
+    assert 0 < read[one.draft] <= once + 1
+
+
+@pytest.mark.parametrize("at", [1, 5, 6, 9])
+def test_an_interrupt_while_a_prompt_is_copied_ends_the_batch_and_the_next_is_whole(
+    decoder: Decoder, monkeypatch: pytest.MonkeyPatch, at: int
+) -> None:
+    """Copied it is where one joins, and where one ends."""
+    own = Settings(method="beam", width=3, top_k=12, max_new_tokens=6, seed=1)
+    prompts = [f"What many prompts begin with, and number {i}" for i in range(6)]
+    copy, left = KVBuffer.copy, [at]
+
+    def interrupted(self: KVBuffer, *slots: int) -> None:
+        left[0] -= 1
+        if not left[0]:
+            raise KeyboardInterrupt
+        copy(self, *slots)
+
+    monkeypatch.setattr(KVBuffer, "copy", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        list(decoder.generate_many(prompts, own, batch=3))
+    many = list(decoder.generate_many(prompts, own, batch=3))
+    assert left[0] < 0
+    assert [told(one) for one in many] == [told(decoder.generate(prompt, own)) for prompt in prompts]
+
+
 @pytest.mark.parametrize("way", [0, 1, 2, 4, 9])
 def test_counts_and_caches_are_those_of_the_prompt_alone(decoder: Decoder, way: int) -> None:
     settings = [dataclasses.replace(settings_of(way), seed=i, forest="full") for i in range(5)]
@@ -144,6 +198,19 @@ def test_what_memory_has_no_room_for_waits_and_what_it_never_has_is_refused(deco
     assert "wait" in lines[0]
 
 
+def test_what_is_kept_of_prompts_that_ended_counts_as_free(decoder: Decoder) -> None:
+    own = Settings(max_new_tokens=4, width=2, gamma=2, draft_width=2, seed=0)
+    with Batch(decoder, 2, slots=400) as batch:
+        for number, _ in enumerate(
+            batch.answers((f"a prompt of some length, number {i}", own) for i in range(6))
+        ):
+            shared = batch._buffers.target
+            assert shared is not None
+            assert batch.load().free_slots == shared.free == shared.regions.free + shared.prefixes.slots
+            assert (shared.prefixes.slots > 0) or number == 0
+        assert batch.load().free_slots == batch.load().slots <= 400
+
+
 @pytest.mark.parametrize("device", [False, True])
 def test_a_dynamic_width_at_the_end_of_a_context_is_that_of_the_prompt_alone(
     tmp_path: Path, device: bool
@@ -179,7 +246,7 @@ def test_leaving_in_the_middle_leaves_nothing_behind(decoder: Decoder, device: b
         batch.close()
         for model in (shared.target, shared.draft):
             assert model is not None
-            assert model.regions.free == model.regions.capacity
+            assert model.free == model.regions.capacity
             assert len(model.stores.masks._free) == len(model.stores.masks.table) - 1
 
 

@@ -24,8 +24,8 @@ def decode_items(
 ) -> Iterator[tuple[Item, dict[str, Any], Result | None]]:
     """The record of each prompt, in order: the result's fields, or `error` where the prompt cannot be served.
 
-    Nothing in it depends on the other prompts: keys and values are computed anew, and what the shared buffers
-    hold (`kv_bytes_allocated`) is left out.
+    Nothing in it but clocks depends on the other prompts: what it takes over from them it would have computed, and what
+    the shared buffers hold (`kv_bytes_allocated`) is left out.
 
     Args:
         items: taken as places become free; None for "none just now".

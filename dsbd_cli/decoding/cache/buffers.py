@@ -191,6 +191,16 @@ class KVBuffer:
             self._positions[: len(old)] = old
         return self._positions
 
+    @torch.inference_mode()
+    def copy(self, begin: int, to: int, count: int) -> None:
+        """Slots from `to` on get what `count` slots from `begin` on hold, their positions too; none is both."""
+        for store in (self.keys, self.values):
+            for buffer in store.values():
+                buffer[:, :, to : to + count] = buffer[:, :, begin : begin + count]
+        if len(self._positions):
+            places = self.positions(self._positions.device)
+            places[to : to + count] = places[begin : begin + count]
+
     def grow(self, capacity: int) -> None:
         """Enlarge every buffer to `capacity` slots, contents kept.
 

@@ -25,11 +25,16 @@ class Regions:
             if begin - at >= size:
                 break
             at = begin + taken
-        if self.capacity - at < size:
-            return None
-        self._taken[at] = size
-        self._taken = dict(sorted(self._taken.items()))
-        return at
+        return None if self.capacity - at < size else self._enter(at, size)
+
+    def take_last(self, size: int) -> int | None:
+        """Like `take`, in the last place that has room for it."""
+        size, end = self.rounded(size), self.capacity // self._unit * self._unit
+        for begin, taken in reversed(self._taken.items()):
+            if end - begin - taken >= size:
+                break
+            end = begin
+        return None if end < size else self._enter(end - size, size)
 
     def rounded(self, size: int) -> int:
         """What a region of `size` slots takes."""
@@ -55,3 +60,8 @@ class Regions:
 
     def __len__(self) -> int:
         return len(self._taken)
+
+    def _enter(self, begin: int, size: int) -> int:
+        self._taken[begin] = size
+        self._taken = dict(sorted(self._taken.items()))
+        return begin

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from dsbd_cli.decoding.cache.buffers import LogitStore, Span, Stores
+from dsbd_cli.decoding.cache.prefixes import Prefixes
 from dsbd_cli.decoding.cache.regions import Regions
 from dsbd_cli.decoding.cache.tree_cache import Plan, TreeCache
 from dsbd_cli.decoding.forward.attention import without_planning
@@ -33,7 +34,7 @@ class RequestModel:
 
     Attributes:
         calls: forwards that served this request, prefill left out.
-        unread: its prompt is not computed yet; the first forward that is asked for does that.
+        read: how many tokens of its prompt are computed.
         tree, logits: its tree, and the logits of its nodes.
     """
 
@@ -43,7 +44,7 @@ class RequestModel:
         self.shared, self.tree = shared, tree
         self.model = shared.model
         self.root, self.ids = root, list(ids)
-        self.calls, self.unread = 0, True
+        self.calls = self.read = 0
         logits = self.model.logits
         self.logits = LogitStore(logits.name, self.model.dtype, logits.vocab, logits.ids)
         self.logits.start(top_n)
@@ -58,6 +59,11 @@ class RequestModel:
     def slots_peak(self) -> int:
         """Most slots in use at a time."""
         return self.tree.slots.peak
+
+    @property
+    def unread(self) -> bool:
+        """Whether its prompt is not all computed: the first forward that is asked for does that."""
+        return self.read < len(self.ids)
 
     def reads(self, node: Node) -> bool:
         return self.model.reads(node)
@@ -103,10 +109,10 @@ class RequestModel:
         """What a user should know about how the model was run."""
         return self.model.notes
 
-    def leave(self) -> None:
-        """The request is over: its region is free."""
+    def leave(self, keep: bool = False) -> None:
+        """The request is over: its region is free; keep: its prompt stays while nobody needs the room."""
         self.tree.close()
-        self.shared.regions.give(self.tree.begin)
+        self.shared.prefixes.end(self.tree.begin, keep)
 
 
 class _Part(NamedTuple):
@@ -127,14 +133,17 @@ class SharedModel:
 
     Attributes:
         slots: how many the buffers may come to hold.
+        spare: how many of these they have beyond what requests need, where that much is allowed.
         stores, regions: the buffers, and who has which part of them.
+        prefixes: which prompts lie where, for those that begin alike.
     """
 
     def __init__(self, model: HfTreeModel, rows: int, columns: int) -> None:
-        self.model, self.slots = model, 1 << 62
+        self.model, self.slots, self.spare = model, 1 << 62, 0
         self._forward = model.tree_forward
         self.stores = Stores(0, rows, columns, self._forward.dtype, model.device)
         self.regions = Regions(0, self._forward.slot_unit)
+        self.prefixes = Prefixes(self.stores.cache, self.regions)
         # Buffers show their shape in the first forward.
         probe = self.admit([0], Node(-1, None), 3, 1)
         assert probe is not None
@@ -147,6 +156,19 @@ class SharedModel:
         other.room([slots])
         other.stores.cache.grow(slots)
         return other
+
+    @property
+    def takes_over(self) -> bool:
+        """Whether a prompt takes over what others have computed of its beginning.
+
+        Beside a GPU many prompts are read in one forward instead, and what ended may be in flight.
+        """
+        return self.model.device.type == "cpu" and self.model.graphs is None
+
+    @property
+    def free(self) -> int:
+        """Slots that no request has."""
+        return self.regions.free + self.prefixes.slots
 
     @property
     def bytes_per_slot(self) -> int:
@@ -163,8 +185,8 @@ class SharedModel:
         if wanted > self.slots:
             return False
         if wanted > self.regions.capacity:
-            self.regions.grow(wanted)
-            self.stores.cache.grow(wanted)
+            self.regions.grow(min(wanted + self.spare, self.slots))
+            self.stores.cache.grow(self.regions.capacity)
         self.stores.masks.grow(max(sizes, default=0))
         return True
 
@@ -178,6 +200,8 @@ class SharedModel:
             top_n: how many best entries of a node's logits will be asked for; 0 keeps full logits.
         """
         begin = self.regions.take(size)
+        while begin is None and self.prefixes.give_way():
+            begin = self.regions.take(size)
         if begin is None:
             if not self.room([size]):
                 return None
@@ -192,11 +216,14 @@ class SharedModel:
 
     @torch.inference_mode()
     def prefill(self, requests: Sequence[RequestModel]) -> Iterator[None]:
-        """Compute the prompts of new requests, short ones together; yields after every forward."""
+        """Compute the prompts of new requests; yields after every forward.
+
+        One after the other, each what none before it has computed; or (`takes_over`) whole ones together.
+        """
         packed: list[RequestModel] = []
         for request in requests:
-            count = len(request.ids)
-            if count > _CHUNK or not self._forward.takes_spans or not self._forward.needs_no_mask(0):
+            count, together = len(request.ids), self._forward.takes_spans and not self.takes_over
+            if count > _CHUNK or not together or not self._forward.needs_no_mask(0):
                 yield from self._by_chunks(request)
                 continue
             if sum(len(one.ids) for one in packed) + count > _CHUNK:
@@ -218,11 +245,12 @@ class SharedModel:
         logits = self._run(plans, spans, slots, None, head)
         self._keep(requests, [[request.root] for request in requests], logits)
         for request in requests:
-            request.unread = False
+            request.read = len(request.ids)
 
     def _by_chunks(self, request: RequestModel) -> Iterator[None]:
+        self._begin(request)
         count = len(request.ids)
-        for begin in range(0, count, _CHUNK):
+        for begin in range(request.read, count, _CHUNK):
             with torch.inference_mode():
                 plan = request.tree.prompt_plan(begin, min(begin + _CHUNK, count))
                 own = torch.tensor(plan.slots, device=self.model.device)
@@ -234,8 +262,22 @@ class SharedModel:
                 logits = self._run([plan], self._spans([plan]), self._slots([plan]), mask, 1)
                 if begin + len(plan) == count:
                     keep_logits(request.logits, [request.root], logits)
-                    request.unread = False
+                self._know(request, begin + len(plan))
             yield
+
+    @torch.inference_mode()
+    def _begin(self, request: RequestModel) -> None:
+        """Take over what others have computed of its prompt."""
+        known = self.prefixes.take_over(request.ids, request.tree.begin) if self.takes_over else 0
+        if known:
+            plan = request.tree.prompt_plan(0, known)
+            self.stores.masks.see(plan.mask_rows[0], torch.tensor(plan.slots, device=self.model.device))
+            self._know(request, known)
+
+    def _know(self, request: RequestModel, count: int) -> None:
+        request.read = count
+        if self.takes_over:
+            self.prefixes.computed(request.tree.begin, request.ids, count)
 
     @torch.inference_mode()
     def compute(self, needs: Sequence[Compute]) -> None:

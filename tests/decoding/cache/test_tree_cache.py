@@ -166,3 +166,10 @@ def test_regions_of_a_unit_begin_at_multiples_of_it():
     assert (regions.used, regions.free) == (96, 4)
     regions.give(0)
     assert [regions.take(32), regions.take(1)] == [0, None]
+
+
+def test_a_region_may_be_taken_at_the_end():
+    regions = Regions(100, 32)
+    assert [regions.take_last(size) for size in (5, 33, 4)] == [64, 0, None]
+    regions.give(0)
+    assert [regions.take(4), regions.take_last(4), regions.take(1)] == [0, 32, None]
