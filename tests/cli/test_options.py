@@ -417,6 +417,37 @@ def test_fewer_beams_than_asked_for_are_told(dsbd: Call, models: Models) -> None
     assert "distinct" not in dsbd(*command, "--num-return", "1").err
 
 
+def test_answers_that_did_not_end_by_themselves_are_told_beside_a_plain_stdout(
+    dsbd: Call, models: Models
+) -> None:
+    cut = ["--max-new-tokens", "4", "--seed", "1"]
+    told = "the answer is unfinished: cut at max-new-tokens 4"
+    for command in (["generate", "hi"], ["generate", "hi", "--no-stream"]):
+        ran = dsbd(*command, *pair(models("rand", seed=1)), *cut)
+        assert told in ran.err.splitlines()[-1]
+        assert told not in ran.text
+        assert told not in dsbd(*command, *pair(models("rand", seed=1)), *cut, "--json").err
+        assert not dsbd(*command, *pair(models("rand", seed=1)), *cut, "-q").err
+        assert "unfinished" not in dsbd(*command, *pair(models("says", "A")), *cut).err
+    # As many beams as the record calls unfinished, by their places on stdout.
+    several = [
+        "generate",
+        "hi",
+        *pair(models("rand", seed=1)),
+        *cut,
+        "--num-return",
+        "3",
+        "--temperature",
+        "3",
+    ]
+    ran, record = dsbd(*several), dsbd(*several, "--json").json
+    assert [encoder.loads(line) for line in ran.text.splitlines()] == [one["text"] for one in record["beams"]]
+    assert [(one["finished"], one["finish_reason"]) for one in record["beams"]] == [(False, "length")] * 3
+    assert "all 3 beams are unfinished: cut at max-new-tokens 4" in ran.err
+    ended = dsbd("generate", "hi", *pair(models("says", "A")), *cut, "--json").json["beams"]
+    assert [(one["finished"], one["finish_reason"]) for one in ended] == [(True, "eos")]
+
+
 def test_statistics_are_words_and_numbers(dsbd: Call, rand_pair: list[str]) -> None:
     command = ["generate", "hi", *rand_pair, "--seed", "1", "--max-new-tokens", "6", "--stats"]
     for more in (["--forest", "full"], ["--gamma", "0"]):
