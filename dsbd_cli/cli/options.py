@@ -240,11 +240,9 @@ class Chosen:
         Raises:
             UserError: a source that is not there.
         """
-        from dsbd_cli.loading.source import parse_source
         from dsbd_cli.loading.stamp import stamps
 
         spec, settings = self.resolve()
-        parse_source(spec.target, "target")  # a mistyped path is a worse fault than a missing draft
         return stamps(spec, need_draft=_wants_draft(spec, settings, False))
 
     def check(self, *, every_method: bool = False) -> None:
@@ -254,10 +252,8 @@ class Chosen:
             UserError: as `load`, for all that is told by names, files and settings alone.
         """
         from dsbd_cli.loading import early
-        from dsbd_cli.loading.source import parse_source
 
         spec, settings = self.resolve()
-        parse_source(spec.target, "target")  # a mistyped path is a worse fault than a missing draft
         early.look(spec, need_draft=_wants_draft(spec, settings, every_method))
 
     def team(self) -> Team:
@@ -358,6 +354,9 @@ def make_current(device: torch.device) -> None:
 def _wants_draft(spec: Any, settings: Settings, every_method: bool) -> bool:
     """Whether a draft is to be loaded. Raises UserError where one is needed and none is named."""
     if settings.method in DRAFTING and spec.draft is None:
+        from dsbd_cli.loading import early
+
+        early.require_target(spec)  # what was written is looked at before what was not
         raise UserError(f"method {settings.method} needs a draft model: give --draft, or --method beam")
     return settings.method in DRAFTING or (every_method and spec.draft is not None)
 

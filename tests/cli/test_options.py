@@ -417,6 +417,24 @@ def test_fewer_beams_than_asked_for_are_told(dsbd: Call, models: Models) -> None
     assert "distinct" not in dsbd(*command, "--num-return", "1").err
 
 
+@pytest.mark.parametrize("command", [["generate", "hi"], ["chat"], ["tune"], ["generate", "--lines"]])
+def test_a_target_that_is_not_there_is_told_before_a_draft_that_was_not_given(
+    dsbd: Call, models: Models, command: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dsbd(*command, "--target", "nosuch/x").refused("target nosuch/x", "not in the local cache")
+    dsbd(*command, "--target", "./nosuch").refused("target ./nosuch: no such folder")
+    dsbd(*command, "--target", models("rand")).refused("needs a draft model")
+
+    def unknown(*_: Any, **__: Any) -> None:
+        from huggingface_hub.errors import RepositoryNotFoundError
+
+        raise RepositoryNotFoundError.__new__(RepositoryNotFoundError)
+
+    monkeypatch.delenv("HF_HUB_OFFLINE")
+    monkeypatch.setattr("huggingface_hub.get_hf_file_metadata", unknown)
+    dsbd(*command, "--target", "nosuch/x").refused("target nosuch/x", "no", "the hub shows you")
+
+
 def test_answers_that_did_not_end_by_themselves_are_told_beside_a_plain_stdout(
     dsbd: Call, models: Models
 ) -> None:
