@@ -57,7 +57,7 @@ def chat(
         raise UserError(f"{'--raw' if settings.raw else '--num-return'} has no place in a chat")
     if chosen.team().shard.world > 1:
         raise UserError("a chat is for one process, or for one team of --tensor-parallel")
-    decoder = chosen.load(every_method=True)
+    decoder = chosen.load(every_method=True, typing=is_terminal(sys.stdin))
     for line in chosen.notes(decoder):
         note(line)
     if not decoder.pair.tokenizer.chat_template:

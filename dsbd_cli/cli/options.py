@@ -277,12 +277,15 @@ class Chosen:
 
         return meet(spec)[0]
 
-    def load(self, *, every_method: bool = False, quiet: bool = False, **spec_fields: Any) -> Decoder:
+    def load(
+        self, *, every_method: bool = False, quiet: bool = False, typing: bool = False, **spec_fields: Any
+    ) -> Decoder:
         """The decoder with these settings; loads the pair.
 
         Args:
             every_method: load a draft where one is named, though the method does not need it.
             quiet: say nothing about the wait.
+            typing: as for `waiting.waiting`.
             spec_fields: used where the pair's own are still `auto`.
         """
         self.check(every_method=every_method)
@@ -291,7 +294,7 @@ class Chosen:
         spec = spec.replace(**free)
         wanted = _wants_draft(spec, settings, every_method)
         if not quiet:
-            waiting.waiting(self.what(spec, wanted))
+            waiting.waiting(self.what(spec, wanted), typing=typing)
         try:
             return _open(spec, settings, wanted)
         finally:
