@@ -253,12 +253,14 @@ class Generation:
         return run.shape is not None and not lost and bool(self.tally.widths) and not self.tally.by_depth
 
     def _beam(self, run: Run, node: Node) -> Beam:
+        reason = _reason(node, self.budget)
         return Beam(
             text=visible_text(node, self.decoder.detokenize, self.settings.stop),
             token_ids=node.tokens(),
             logprob=node.score,
             score=run.hypotheses.score(node),
-            finished=node.finish is not None,
+            finished=reason in ("eos", "stop"),
+            finish_reason=reason,
         )
 
 

@@ -12,13 +12,20 @@ from dsbd_cli.settings import Settings
 
 @dataclass(frozen=True)
 class Beam:
-    """One hypothesis: `logprob` = l(x), raw target log-probability; `score` = logprob / length ** alpha."""
+    """One hypothesis.
+
+    Attributes:
+        logprob: l(x), raw target log-probability. score: logprob / length ** alpha.
+        finished: whether it ended by itself, with an EOS or a stop string.
+        finish_reason: as for `Result`.
+    """
 
     text: str
     token_ids: list[int]
     logprob: float
     score: float
     finished: bool
+    finish_reason: str
 
 
 @dataclass
@@ -78,7 +85,7 @@ class Result:
     Attributes:
         text: the answer, without its EOS and cut before a stop string.
         token_ids: generated ids; ends with the EOS, or the token that completed a stop string.
-        finish_reason: `eos`, `stop`, `length`, or `early_stop`: the stop rule held while the best
+        finish_reason: `eos`, `stop`, `length`, or `early_stop`: the stop rule held while the
             sequence was still unfinished.
         method, settings, seed: what was run; the seed is the one used, also when none was given.
         models: name, dtype and device of target and draft.

@@ -276,6 +276,10 @@ def run_lines(
                 encoder.dumps(record if json else _answer(result), ensure_ascii=False, allow_nan=False) + "\n"
             )
     notes.finish()
+    beams = [beam for result in results for beam in result.beams]
+    if not json and (cut := sum(not beam.finished for beam in beams)):
+        what = "answers" if settings.num_return == 1 else "beams"
+        tell(f"{cut} of {len(beams)} {what} are unfinished (--json says which)")
     if settings.seed is None and not draws_nothing(settings):
         tell(f"seed {seed}")
     if refused:

@@ -1,11 +1,11 @@
-"""What all figures of a report share: style, panels, axes that begin at 0, legends, names beside points."""
+"""What all figures of a report share: style, panels, axes that begin at 0, legends."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
-from dsbd_cli.bench.fronts import Point, family, value
+from dsbd_cli.bench.fronts import family, value
 
 COLORS = {
     "dsbd": "#0b6e4f",
@@ -107,45 +107,6 @@ def errors_of(arm: Mapping[str, Any], **sides: str) -> dict[str, Any]:
                 [max(0.0, entry["high"] - entry["value"])],
             ]
     return errors
-
-
-def place_labels(figure: Any, axis: Any, spots: Sequence[tuple[Point, str]]) -> None:
-    """Names beside points, placed where they cover neither a point nor another name; else left out."""
-    renderer = figure.canvas.get_renderer()
-    taken = [_box(axis.transData.transform(point), 9) for point, _ in spots]
-    merged: dict[Point, list[str]] = {}
-    for point, name in spots:
-        merged.setdefault(point, []).append(name)
-    inside = axis.get_window_extent(renderer)
-    right = min(inside.x1 + 60, figure.bbox.x1 - 4)
-    # Plain arms first: their names matter most.
-    for point, names in sorted(merged.items(), key=lambda entry: "=" in entry[1][0]):
-        for dx, dy, side in _PLACES:
-            text = axis.annotate(
-                ", ".join(names), point, textcoords="offset points", xytext=(dx, dy), ha=side, va="center",
-                fontsize=7.5, color="#333333", zorder=5,
-                arrowprops={"arrowstyle": "-", "lw": 0.5, "color": "#999999"} if abs(dy) > 12 else None,
-            )  # fmt: skip
-            extent = text.get_window_extent(renderer)
-            fits = inside.x0 <= extent.x0 and extent.x1 <= right and inside.y0 <= extent.y0
-            if fits and extent.y1 <= inside.y1 and not any(extent.overlaps(box) for box in taken):
-                taken.append(extent)
-                break
-            text.remove()
-
-
-# Offsets in points, nearest first, with the side the text is anchored on.
-_PLACES = tuple(
-    (dx * sign, dy, "left" if sign > 0 else "right")
-    for dx, dy in ((7, 8), (7, -8), (8, 0), (12, 18), (12, -18), (14, 28), (14, -28), (16, 40), (16, -40))
-    for sign in (1, -1)
-)
-
-
-def _box(center: Any, side: float) -> Any:
-    from matplotlib.transforms import Bbox
-
-    return Bbox.from_bounds(center[0] - side / 2, center[1] - side / 2, side, side)
 
 
 def legend(figure: Any, arms: Mapping[str, Any], overall: bool = False) -> None:

@@ -19,6 +19,7 @@ from dsbd_cli.bench.methods import ONE_AT_A_TIME, parse_methods
 from dsbd_cli.bench.runner import Job, schedule
 from dsbd_cli.bench.sweep import Grid, parse_sweep
 from dsbd_cli.errors import UserError
+from dsbd_cli.loading.early import require_target
 from dsbd_cli.names import near
 from dsbd_cli.paths import refuse_no_folder
 from dsbd_cli.settings import Settings
@@ -141,6 +142,7 @@ def make_plan(options: Options, chosen: Chosen) -> Plan:
     spec, _ = chosen.resolve()
     drafting = [arm.name for arm in arms if arm.needs_draft]
     if drafting and spec.draft is None:
+        require_target(spec)  # what was written is looked at before what was not
         raise UserError(f"{drafting[0]} needs a draft model: give --draft, or name other --methods")
     if options.batch != 1 and any(arm.method in ONE_AT_A_TIME for arm in arms):
         notes.append(

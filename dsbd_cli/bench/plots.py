@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 from dsbd_cli.bench import canvas
 from dsbd_cli.bench.canvas import COLORS, MARKERS, begin_at_0, close, errors_of
 from dsbd_cli.bench.fronts import Point, family, front, value
+from dsbd_cli.bench.labels import place_labels
 
 
 def pareto(plt: Any, arms: Mapping[str, Any], x: str, x_label: str, qualities: Sequence[tuple[str, str]],
@@ -19,7 +21,7 @@ def pareto(plt: Any, arms: Mapping[str, Any], x: str, x_label: str, qualities: S
         return None
     figure, axes = canvas.panels(plt, len(qualities), 4.5)
     edge = _edge(usable, x, low_x)
-    labels: list[tuple[Any, list[tuple[Point, str]]]] = []
+    labels: list[tuple[Any, list[tuple[Point, str]], list[tuple[Point, Point]]]] = []
     for axis, (quality, label) in zip(axes, qualities, strict=True):
         groups: dict[str, list[Point]] = {}
         spots: list[tuple[Point, str]] = []
@@ -55,13 +57,17 @@ def pareto(plt: Any, arms: Mapping[str, Any], x: str, x_label: str, qualities: S
         if low_x:
             axis.invert_xaxis()
         shown = [s for s in spots if s[0] in keep or not usable[s[1]]["swept"]]
-        labels.append((axis, [*shown, *outside]))
+        fronts_drawn = [front(groups.get(group, []), low_x) for group in ("beam", "dsbd")]
+        bars = [bar for point, name in spots for bar in _bars(usable[name], point, x, quality)]
+        labels.append(
+            (axis, [*shown, *outside], [*bars, *(pair for line in fronts_drawn for pair in pairwise(line))])
+        )
     canvas.legend(figure, usable, overall=True)
     close(figure)
     figure.canvas.draw()
     figure.set_layout_engine("none")  # labels are placed on the final axes
-    for axis, spots in labels:
-        canvas.place_labels(figure, axis, spots)
+    for axis, spots, lines in labels:
+        place_labels(figure, axis, spots, lines)
     return figure
 
 
@@ -78,6 +84,18 @@ def _edge(arms: Mapping[str, Any], x: str, low_x: bool) -> float | None:
 
 def _far(across: float, edge: float, low_x: bool) -> bool:
     return across > 2 * edge if low_x else across < edge / 2
+
+
+def _bars(arm: Mapping[str, Any], point: Point, x: str, y: str) -> list[tuple[Point, Point]]:
+    """Its intervals from end to end."""
+    ends = []
+    for place, name in enumerate((x, y)):
+        entry = arm[name]
+        if isinstance(entry, Mapping) and entry["low"] is not None:
+            low, high = list(point), list(point)
+            low[place], high[place] = entry["low"], entry["high"]
+            ends.append(((low[0], low[1]), (high[0], high[1])))
+    return ends
 
 
 def _spot(axis: Any, arm: Mapping[str, Any], x: str, y: str, group: str, plain: bool) -> None:

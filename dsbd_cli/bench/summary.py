@@ -75,7 +75,11 @@ def summarize(run: Mapping[str, Any], results: Sequence[Record], ratings: Sequen
         "judge": run.get("judge"),
         "energy": run.get("energy"),
         "sessions": sessions,
-        "warnings": [*warnings(sessions, (r.get("session", 0) for r in rated)), *_undrafted(described)],
+        "warnings": [
+            *_few(max((arm["items"] for arm in described.values()), default=0)),
+            *warnings(sessions, (r.get("session", 0) for r in rated)),
+            *_undrafted(described),
+        ],
         "arms": described,
         "against_hf": [
             {"arm": arm, "base": base, **against(by_arm[arm], base)}
@@ -84,6 +88,17 @@ def summarize(run: Mapping[str, Any], results: Sequence[Record], ratings: Sequen
             for arm in plain
         ],
     }
+
+
+def _few(items: int) -> list[str]:
+    """A line about a run of so few items that nothing should be read into its scores."""
+    if not 0 < items < stats.FEWEST_GRADED:
+        return []
+    return [
+        f"{items} item{'s' * (items > 1)}: too few to decide anything about quality (one answer moves a mean score "
+        f"by {100 / items:.0f} % of its scale), and about speed only what an interval shows; --limit and --data-dir "
+        "take more"
+    ]
 
 
 def _undrafted(arms: Mapping[str, Mapping[str, Any]]) -> list[str]:

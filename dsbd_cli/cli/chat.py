@@ -14,7 +14,7 @@ from dsbd_cli.cli.generate import plain
 from dsbd_cli.cli.options import Chosen, decoding_options
 from dsbd_cli.cli.output import Out, note
 from dsbd_cli.cli.signals import terminated
-from dsbd_cli.cli.stdin import stdin_lines
+from dsbd_cli.cli.stdin import arriving_lines
 from dsbd_cli.errors import UserError
 from dsbd_cli.group import Group, joined
 from dsbd_cli.idle import in_vain
@@ -49,14 +49,15 @@ def chat(
     """Talk with a model, turn by turn.
 
     Only the new words of a turn are computed: what was said stays in the caches. /help lists the
-    commands; Ctrl-C stops an answer, Ctrl-D leaves. With stdin from a pipe every line is a turn.
+    commands; Ctrl-C stops an answer, Ctrl-D leaves. With stdin from a pipe every line is a turn or a
+    command; one that cannot be is told with its number, the rest goes on, and the exit code is 2.
     """
     _, settings = chosen.resolve()
     if settings.raw or settings.num_return > 1:
         raise UserError(f"{'--raw' if settings.raw else '--num-return'} has no place in a chat")
     if chosen.team().shard.world > 1:
         raise UserError("a chat is for one process, or for one team of --tensor-parallel")
-    decoder = chosen.load(every_method=True)
+    decoder = chosen.load(every_method=True, typing=is_terminal(sys.stdin))
     for line in chosen.notes(decoder):
         note(line)
     if not decoder.pair.tokenizer.chat_template:
@@ -66,20 +67,22 @@ def chat(
     if interactive:
         note("/help for help, Ctrl-D to leave")
     session = Session(decoder, decoder.settings, quiet)
-    for line in _for_all(_typed if interactive else stdin_lines, group):
+    refused = 0
+    for place, line in enumerate(_for_all(_typed if interactive else _piped, group), start=1):
         try:
             if not session.take(line):
-                return
+                break
         except UserError as error:
-            if not interactive:
-                raise
-            note(str(error))
+            refused += not interactive
+            note(str(error) if interactive else f"line {place}: {error}")
         except KeyboardInterrupt:
             if (
                 not interactive or terminated() or group.size > 1
             ):  # a team cannot stop at one and the same place
                 raise
             note("stopped")
+    if refused:
+        raise typer.Exit(UserError.exit_code)
 
 
 def _for_all(lines: Callable[[], Iterator[str]], group: Group) -> Iterator[str]:
@@ -87,6 +90,11 @@ def _for_all(lines: Callable[[], Iterator[str]], group: Group) -> Iterator[str]:
     own = lines() if group.first else iter(())
     while (line := group.agreed(next(own, None))) is not None:
         yield line
+
+
+def _piped() -> Iterator[str]:
+    """Lines of a pipe as they come."""
+    return (line for line in arriving_lines(lambda: True) if line is not None)
 
 
 def _typed() -> Iterator[str]:

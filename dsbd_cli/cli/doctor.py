@@ -39,13 +39,20 @@ def doctor(
             "--measure",
             metavar="PRESET",
             help="Measure anew which number formats are quickest and what forwards cost with the pair of this preset, "
-            "and keep it.",
+            "and keep it; what a calm moment gave stays where the machine is busy now.",
         ),
     ] = None,
+    force: Annotated[
+        bool, typer.Option("--force", help="With --measure: keep what is measured on a busy machine too.")
+    ] = False,
 ) -> None:
     """Say what dsbd sees: python, libraries, devices, energy counters, cache, presets, and what was measured."""
     if measure is not None:
-        _measure(measure)
+        from dsbd_cli.cli.measure import measure_anew
+
+        measure_anew(measure, force=force)
+    elif force:
+        raise UserError("--force has no effect without --measure PRESET")
     report = examine()
     if json:
         Out().write_json(encoder.dumps(report, ensure_ascii=False) + "\n")
@@ -263,32 +270,6 @@ def _host() -> list[str]:
         (facts, f"python {facts.get('python')}, torch {facts.get('torch')}: {prices.describe()}")
         for _, facts, prices in listed_of(KIND)
     )
-
-
-def _measure(preset: str) -> None:
-    """Choose number formats anew for a preset's pair, and measure its prices.
-
-    Raises:
-        UserError: no such preset, a pair without a draft, or a cache folder that cannot be written.
-    """
-    from dsbd_cli.cli.options import Chosen
-    from dsbd_cli.loading import hung
-    from dsbd_cli.loading.source import parse_source
-    from dsbd_cli.prices import formats
-
-    chosen = Chosen(preset, {}, {"method": "dsbd"})
-    chosen.check()
-    spec, _ = chosen.resolve()
-    lost = UserError("the cache folder cannot be written, so what is measured would be lost: set DSBD_CACHE to a "
-                     "folder that can")  # fmt: skip
-    try:
-        formats.forget([parse_source(text).name for text in (spec.target, spec.draft) if text is not None])
-    except OSError:
-        raise lost from None
-    hung.forget()
-    decoder = chosen.load()
-    if decoder.prices.measured(again=True).prices is None:
-        raise lost
 
 
 def _presence(text: str, role: str, root: Path) -> str:

@@ -20,6 +20,7 @@ from dsbd_cli.idle import draws_nothing
 from dsbd_cli.paths import refuse_foreign, refuse_unwritable
 from dsbd_cli.trace import RECORD
 from dsbd_cli.ui.look import is_terminal, panel_stream
+from dsbd_cli.ui.summary import unfinished
 
 if TYPE_CHECKING:
     from dsbd_cli.decoding import Event
@@ -142,6 +143,8 @@ def generate(
             stream = not (json or no_stream) and settings.num_return == 1
             result = plain(events, tell, stream=stream, keep=not json, show_tokens=show_tokens, wrap=True)
             write_answer(result, json=json, streamed=stream)
+            if not json and (cut := unfinished(result)) is not None:
+                tell(cut)
         if stats:
             print_stats(result)
         if len(result.beams) < settings.num_return:

@@ -240,11 +240,9 @@ class Chosen:
         Raises:
             UserError: a source that is not there.
         """
-        from dsbd_cli.loading.source import parse_source
         from dsbd_cli.loading.stamp import stamps
 
         spec, settings = self.resolve()
-        parse_source(spec.target, "target")  # a mistyped path is a worse fault than a missing draft
         return stamps(spec, need_draft=_wants_draft(spec, settings, False))
 
     def check(self, *, every_method: bool = False) -> None:
@@ -254,10 +252,8 @@ class Chosen:
             UserError: as `load`, for all that is told by names, files and settings alone.
         """
         from dsbd_cli.loading import early
-        from dsbd_cli.loading.source import parse_source
 
         spec, settings = self.resolve()
-        parse_source(spec.target, "target")  # a mistyped path is a worse fault than a missing draft
         early.look(spec, need_draft=_wants_draft(spec, settings, every_method))
 
     def team(self) -> Team:
@@ -281,12 +277,15 @@ class Chosen:
 
         return meet(spec)[0]
 
-    def load(self, *, every_method: bool = False, quiet: bool = False, **spec_fields: Any) -> Decoder:
+    def load(
+        self, *, every_method: bool = False, quiet: bool = False, typing: bool = False, **spec_fields: Any
+    ) -> Decoder:
         """The decoder with these settings; loads the pair.
 
         Args:
             every_method: load a draft where one is named, though the method does not need it.
             quiet: say nothing about the wait.
+            typing: as for `waiting.waiting`.
             spec_fields: used where the pair's own are still `auto`.
         """
         self.check(every_method=every_method)
@@ -295,7 +294,7 @@ class Chosen:
         spec = spec.replace(**free)
         wanted = _wants_draft(spec, settings, every_method)
         if not quiet:
-            waiting.waiting(self.what(spec, wanted))
+            waiting.waiting(self.what(spec, wanted), typing=typing)
         try:
             return _open(spec, settings, wanted)
         finally:
@@ -358,6 +357,9 @@ def make_current(device: torch.device) -> None:
 def _wants_draft(spec: Any, settings: Settings, every_method: bool) -> bool:
     """Whether a draft is to be loaded. Raises UserError where one is needed and none is named."""
     if settings.method in DRAFTING and spec.draft is None:
+        from dsbd_cli.loading import early
+
+        early.require_target(spec)  # what was written is looked at before what was not
         raise UserError(f"method {settings.method} needs a draft model: give --draft, or --method beam")
     return settings.method in DRAFTING or (every_method and spec.draft is not None)
 

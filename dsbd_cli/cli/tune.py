@@ -88,7 +88,7 @@ def tune(
     from dsbd_cli.tune.pair import PairBench
     from dsbd_cli.tune.search import tune as search
 
-    bench = PairBench(decoder, texts, _QUICK_TOKENS if quick else _TOKENS)
+    bench = PairBench(decoder, texts, _QUICK_TOKENS if quick else _TOKENS, note)
     with _progress() as (tell, step):
         found = search(bench, settings, quick=quick, loss=loss, tell=tell, step=step)
     best = found.best

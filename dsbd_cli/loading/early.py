@@ -39,6 +39,19 @@ def look(spec: PairSpec, *, need_draft: bool = True, cache_dir: str | Path | Non
     return list(sources.values())
 
 
+def require_target(spec: PairSpec) -> None:
+    """Refuse a target that is not to be had: of the hub that is asked, with one small request.
+
+    For what is wrong beside it, which is told once the target is known to be there.
+
+    Raises:
+        UserError: as `look`, or a model that the hub does not show.
+    """
+    (source,) = look(spec.replace(draft=None), need_draft=False)
+    if source.kind == "hub":
+        hub.only_cached(hub.Asked("target", source.text, spec.revision))
+
+
 def of_hub(sources: Mapping[str, Source], revisions: Mapping[str, str | None]) -> dict[str, hub.Asked]:
     """By role, those of a pair's models that are the hub's."""
     return {

@@ -37,7 +37,7 @@ def pick(
 
     Args:
         name: what was asked for, perhaps `auto`.
-        place, config: the model's.
+        place, config: the model's; what a user should know is added to the notes of `place`.
         coarse: as for `hardware.pick_dtype`.
         whole: the weights are those of the checkpoint, in one process: no other format could be timed.
         trust: run modelling code that comes with a checkpoint.
@@ -70,7 +70,8 @@ def pick(
         tell(formats.ONCE)
         return judge(place, config, choice, int8=place.role == "draft", trust=trust)
 
-    verdict, _ = store.found_or_measured(formats.KIND, facts, measure)
+    verdict, notes = store.found_or_measured(formats.KIND, facts, measure)
+    place.notes += notes
     if verdict is None or verdict.dtype not in facts["formats"]:
         return rule, {"facts": facts, "dtype": None}
     return NumberFormat.called(verdict.dtype), {"facts": facts, "dtype": verdict.dtype}

@@ -80,9 +80,8 @@ def load(
         config = load_config(place, trust)
         tokenizer = load_tokenizer(place, trust)
         draft_config: Any = None
-        notes = [*place.notes]
+        notes: list[str] = []
         if draft_place is not None:
-            notes += draft_place.notes
             draft_config = _prepare_draft(draft_place, trust)
             if not draft_place.shared:
                 names = (place.source.name, draft_place.source.name)
@@ -123,6 +122,8 @@ def load(
         target.int8_activations = format_.int8_activations
         if draft_place is not None and draft_place.shared:
             draft = load_shared(draft_place, target, devices[1], draft_dtype, trust)
+    passing = place.notes + ([] if draft_place is None else draft_place.notes)
+    notes = [*passing, *notes]
     known = compat.token_range(tokenizer)
     notes += [note for model in (target, draft) if model is not None for note in model.notes]
     notes += compat.ignored_options(target.model.generation_config)
@@ -143,7 +144,7 @@ def load(
         vocab_size=vocab_size,
         draft_ids=draft_ids,
         notes=notes,
-        passing=place.notes + ([] if draft_place is None else draft_place.notes),
+        passing=passing,
         formats={role: one for role, one in formats.items() if one is not None},
     )
 

@@ -37,6 +37,7 @@ class Verdict:
         ms: by format and number of nodes, milliseconds of a forward over a slice of the model; empty where nothing
             was to be timed.
         origin: where it comes from, in words.
+        busy: as in `table.Prices`.
 
     Raises:
         ValueError: times that are none, or of other formats than the chosen one.
@@ -45,6 +46,7 @@ class Verdict:
     dtype: str
     ms: Times
     origin: str
+    busy: str = ""
 
     def __post_init__(self) -> None:
         if self.ms and self.dtype not in self.ms:
@@ -64,7 +66,8 @@ class Verdict:
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON."""
         ms = {name: {str(count): one for count, one in curve.items()} for name, curve in self.ms.items()}
-        return {"format": FORMAT, "dtype": self.dtype, "ms": ms, "origin": self.origin}
+        said = {"origin": self.origin, "busy": self.busy}
+        return {"format": FORMAT, "dtype": self.dtype, "ms": ms, **said}
 
     @classmethod
     def from_dict(cls, values: Any) -> Verdict:
@@ -80,7 +83,7 @@ class Verdict:
                 name: {int(count): float(one) for count, one in curve.items()}
                 for name, curve in values["ms"].items()
             }
-            return cls(values["dtype"], ms, str(values["origin"]))
+            return cls(values["dtype"], ms, str(values["origin"]), str(values.get("busy", "")))
         except (KeyError, TypeError, AttributeError, OverflowError) as error:
             raise ValueError(f"no verdict ({type(error).__name__}: {error})") from None
 
@@ -164,12 +167,18 @@ def listed() -> Iterator[tuple[Path, dict[str, Any], Verdict]]:
     return store.listed_of(KIND)
 
 
-def forget(names: Sequence[str]) -> None:
-    """Drop the verdicts of models of these names: they are timed anew when they are loaded next.
+def forget(names: Sequence[str], *, force: bool = False) -> None:
+    """Have models of these names timed anew when they are loaded next.
+
+    Args:
+        force: as for `store.found_or_measured`.
 
     Raises:
-        OSError: one cannot be removed.
+        OSError, RunError: a verdict cannot be removed or set aside.
     """
     for path, known, _ in listed():
         if known.get("name") in names:
-            path.unlink(missing_ok=True)
+            if force:
+                path.unlink(missing_ok=True)
+            else:
+                store.set_aside(path)

@@ -63,12 +63,14 @@ class HostPrices:
         layer: for each layer that it commits.
         node: for each node of its forest.
         origin: where the numbers come from, in words.
+        busy: as in `table.Prices`.
     """
 
     request: float
     layer: float
     node: float
     origin: str = "assumed"
+    busy: str = ""
 
     def __post_init__(self) -> None:
         if not all(type(one) in (int, float) and 0 <= one <= _MOST_MS for one in self.ms):
@@ -92,6 +94,7 @@ class HostPrices:
             "layer": self.layer,
             "node": self.node,
             "origin": self.origin,
+            "busy": self.busy,
         }
 
     @classmethod
@@ -104,7 +107,8 @@ class HostPrices:
         try:
             if values["format"] != FORMAT:
                 raise ValueError("it is of another version")
-            return cls(values["request"], values["layer"], values["node"], str(values["origin"]))
+            ms = values["request"], values["layer"], values["node"]
+            return cls(*ms, str(values["origin"]), str(values.get("busy", "")))
         except (KeyError, TypeError) as error:
             raise ValueError(f"no times of the host ({type(error).__name__}: {error})") from None
 
@@ -134,7 +138,7 @@ class Sample(NamedTuple):
     ms: float
 
 
-def fitted(samples: Sequence[Sample], origin: str) -> HostPrices:
+def fitted(samples: Sequence[Sample], origin: str, busy: str = "") -> HostPrices:
     """The prices, none below 0, that explain the samples best (least squares of relative errors).
 
     Raises:
@@ -155,7 +159,7 @@ def fitted(samples: Sequence[Sample], origin: str) -> HostPrices:
         if (values >= 0).all() and error < best[0] - 1e-12:
             best = error, values
     request, layer, node = (float(one) for one in best[1])
-    return HostPrices(request, layer, node, origin)
+    return HostPrices(request, layer, node, origin, busy)
 
 
 def measure(
@@ -177,7 +181,7 @@ def measure(
         _sample(target, same if agrees else another, gamma, width, rounds, clock)
         for gamma, width, agrees in forests
     ]
-    return fitted(samples, measured_now(watched.share()))
+    return fitted(samples, *measured_now(watched.share()))
 
 
 def _tiny() -> Any:

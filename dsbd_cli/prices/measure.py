@@ -111,9 +111,10 @@ def measure(
     ]
     curves = [Curve.fitted({count: quick(all_) for count, all_ in curve.items()}) for curve in times]
     layer = quick(sorted(probes[0].layers))
+    busy = ""
     if origin is None:
         uneven = any(
             statistics.median(all_) > _UNEVEN * quick(all_) for one in times for all_ in one.values()
         )
-        origin = measured_now(watched.share(), uneven=uneven)
-    return Prices(curves[0], curves[1] if draft is not None else None, layer, origin)
+        origin, busy = measured_now(watched.share(), uneven=uneven)
+    return Prices(curves[0], curves[1] if draft is not None else None, layer, origin, busy)

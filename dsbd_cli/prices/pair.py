@@ -62,17 +62,22 @@ class PairPrices:
             return self._found[name]
         return store.Kept(self._found[name].prices)
 
-    def measured(self, *, again: bool = False) -> store.Kept:
+    def measured(self, *, again: bool = False, force: bool = False) -> store.Kept:
         """Measured prices, those of the cache folder where there are some; None where they cannot be kept.
 
         Args:
             again: measure anew, beside a device the host's share of batches too.
+            force: as for `store.found_or_measured`.
         """
+        notes: tuple[str, ...] = ()
         if again and self._target.captured:
-            self._host = (self._measured_host(again=True),)
-        found = store.kept_or_measured(self.facts(), lambda: measure(self._target, self._draft), again=again)
+            host_prices, notes = self._measured_host(again=True, force=force)
+            self._host = (host_prices,)
+        found = store.kept_or_measured(
+            self.facts(), lambda: measure(self._target, self._draft), again=again, force=force
+        )
         self._found[AUTO] = found
-        return found
+        return store.Kept(found.prices, (*notes, *found.notes))
 
     def captured(self, settings: Settings, measure: Callable[[], Prices]) -> Prices | None:
         """Prices of iterations that run on the device for many requests; None where forests are to be full.
@@ -101,19 +106,23 @@ class PairPrices:
         if settings.forest == "full" or _name(settings) != AUTO:
             return None
         if self._host is None:
-            self._host = (self._measured_host(),)
+            self._host = (self._measured_host()[0],)
         return self._host[0]
 
-    def _measured_host(self, *, again: bool = False) -> HostPrices | None:
-        def found() -> HostPrices | None:
-            return store.found_or_measured(host.KIND, host.facts(), host.measure, again=again)[0]
+    def _measured_host(
+        self, *, again: bool = False, force: bool = False
+    ) -> tuple[HostPrices | None, tuple[str, ...]]:
+        """They, and notes."""
+
+        def found() -> tuple[HostPrices | None, tuple[str, ...]]:
+            return store.found_or_measured(host.KIND, host.facts(), host.measure, again=again, force=force)
 
         if not self._in_parts():
             return found()
         group = group_of(self._target.model)
-        mine = found() if group.first else None
+        mine, notes = found() if group.first else (None, ())
         said = group.agreed(None if mine is None else mine.to_dict())
-        return None if said is None else HostPrices.from_dict(said)
+        return None if said is None else HostPrices.from_dict(said), notes
 
     def facts(self) -> dict[str, Any]:
         """What these prices depend on."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from dsbd_cli.decoding import HfTreeModel, LogitsProcessor, Node, SeededSampler, Trie
 from dsbd_cli.others import took
@@ -20,8 +20,15 @@ def quick(times: Sequence[float]) -> float:
     return statistics.median(times[: (len(times) + 1) // 2])
 
 
-def measured_now(others: float | None, *, uneven: bool = False) -> str:
-    """Where numbers come from that were measured just now: when, and whether the machine was busy.
+class Moment(NamedTuple):
+    """When something was measured, in words for people, and why the machine is taken to have been busy ("" if not)."""
+
+    origin: str
+    busy: str
+
+
+def measured_now(others: float | None, *, uneven: bool = False) -> Moment:
+    """Where numbers come from that were measured just now.
 
     Args:
         others: part of the cores' time that other processes took meanwhile, None where unknown. Steady work slows
@@ -29,10 +36,10 @@ def measured_now(others: float | None, *, uneven: bool = False) -> str:
         uneven: times differ as work that comes and goes makes them.
     """
     when = f"measured {time.strftime('%Y-%m-%d %H:%M')}"
-    said = took(others)
-    if said is None and not uneven:
-        return when
-    return f"{when} on a busy machine ({'' if said is None else said + '; '}dsbd doctor --measure PRESET does it anew)"
+    busy = took(others) or ("times of one forward differ by half" if uneven else "")
+    if not busy:
+        return Moment(when, busy)
+    return Moment(f"{when} on a busy machine ({busy}; dsbd doctor --measure PRESET does it anew)", busy)
 
 
 class Probe:

@@ -63,7 +63,7 @@ def judge(place: Place, config: Any, formats: Sequence[NumberFormat], *, int8: b
         return Verdict(same, {}, "not timed: the same forward serves each format")
     watched = Window()
     ms = measure(models)
-    return Verdict(quickest(ms), ms, measured_now(watched.share()))
+    return Verdict(quickest(ms), ms, *measured_now(watched.share()))
 
 
 def measure(

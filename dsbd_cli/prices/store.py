@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -21,11 +22,20 @@ VARIABLE = (
     "DSBD_PRICES"  # `off`: nothing is measured; a file: the prices in it; nothing or `auto`: measured ones
 )
 AUTO, OFF = "auto", "off"
+_ASIDE = "measure anew"  # stands in a file that only `found_or_measured` looks at any more
 _WAIT = 60.0  # seconds for another process that measures; it takes about two
 
 
 class Plain(Protocol):
     """What can be kept."""
+
+    @property
+    def origin(self) -> str:
+        """Where it comes from, in words."""
+
+    @property
+    def busy(self) -> str:
+        """Why the machine is taken to have been busy when it was measured; empty where it was not."""
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON."""
@@ -116,9 +126,22 @@ def kept(facts: Mapping[str, Any]) -> Prices | None:
     return find(PRICES, facts)
 
 
-def kept_or_measured(facts: Mapping[str, Any], measure: Callable[[], Prices], *, again: bool = False) -> Kept:
+def set_aside(path: Path) -> None:
+    """Have what a file holds measured anew when it is asked for next.
+
+    Raises:
+        RunError: it cannot be written.
+    """
+    with contextlib.suppress(OSError, ValueError):  # nothing there to set aside
+        values = _values(path)
+        write_whole(path, json.dumps(values | {_ASIDE: True}, indent=1) + "\n")
+
+
+def kept_or_measured(
+    facts: Mapping[str, Any], measure: Callable[[], Prices], *, again: bool = False, force: bool = False
+) -> Kept:
     """`found_or_measured` for prices."""
-    return Kept(*found_or_measured(PRICES, facts, measure, again=again))
+    return Kept(*found_or_measured(PRICES, facts, measure, again=again, force=force))
 
 
 def find(kind: Kind[T], facts: Mapping[str, Any]) -> T | None:
@@ -127,7 +150,12 @@ def find(kind: Kind[T], facts: Mapping[str, Any]) -> T | None:
 
 
 def found_or_measured(
-    kind: Kind[T], facts: Mapping[str, Any], measure: Callable[[], T], *, again: bool = False
+    kind: Kind[T],
+    facts: Mapping[str, Any],
+    measure: Callable[[], T],
+    *,
+    again: bool = False,
+    force: bool = False,
 ) -> tuple[T | None, tuple[str, ...]]:
     """What is on disk for `facts`, else measured now and kept; and notes.
 
@@ -137,7 +165,9 @@ def found_or_measured(
     Args:
         facts: plain values that it depends on; they are written beside it.
         measure: takes seconds.
-        again: measure even if it is there.
+        again: measure even if it is there. Where the machine is busy now and was not then, what is there stays:
+            other programs only ever make things slower, and not all alike.
+        force: then too the new one is kept.
     """
     path = path_of(facts)
     notes: list[str] = []
@@ -153,19 +183,34 @@ def found_or_measured(
         # Another process may have been quicker.
         if not again and (found := _usable(kind, path, [])) is not None:
             return found, ()
-        measured = measure()
-        values = {"facts": dict(facts), kind.name: measured.to_dict()}
+        before = _usable(kind, path, [], aside=True)
+        found, said = _better(kind, before, measure(), again, force)
+        values = {"facts": dict(facts), kind.name: found.to_dict()}
         write_whole(path, json.dumps(values, indent=1, default=str) + "\n")
-        return measured, tuple(notes)
+        return found, (*notes, *said)
     except RunError:
         return None, tuple(notes)
     finally:
         lock.release()
 
 
-def _usable(kind: Kind[T], path: Path, notes: list[str]) -> T | None:
+def _better(kind: Kind[T], before: T | None, now: T, again: bool, force: bool) -> tuple[T, tuple[str, ...]]:
+    """Which of both is to be kept, and what to say to somebody who had it measured anew."""
+    if not now.busy or (before is None and not again):
+        return now, ()
+    why = f"the machine was busy ({now.busy}): the {kind.what}"
+    if before is None or before.busy or force:
+        return now, (f"{why} measured now may be off; dsbd doctor --measure PRESET does it anew",)
+    stay = f"{why} {before.origin} stay; dsbd doctor --measure PRESET does it anew (--force keeps a busy machine's too)"
+    return before, (stay,)
+
+
+def _usable(kind: Kind[T], path: Path, notes: list[str], *, aside: bool = False) -> T | None:
+    """What a file holds, if it can be read; what is set aside only where that is asked for."""
     try:
-        return kind.read(_values(path).get(kind.name))
+        values = _values(path)
+        found = kind.read(values.get(kind.name))
+        return None if values.get(_ASIDE) and not aside else found
     except FileNotFoundError:
         return None
     except (ValueError, OSError):
@@ -192,6 +237,8 @@ def listed_of(kind: Kind[T]) -> Iterator[tuple[Path, dict[str, Any], T]]:
         try:
             values = _values(path)
             found, facts = kind.read(values.get(kind.name)), values.get("facts")
+            if values.get(_ASIDE):
+                continue
         except (ValueError, OSError):
             continue
         if isinstance(facts, dict):

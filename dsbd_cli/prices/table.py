@@ -72,12 +72,14 @@ class Prices:
         draft: one drafted layer, by the nodes that the draft reads for it; None without a draft.
         layer_ms: what a committed layer costs the host beside (its distribution, its draws).
         origin: where the numbers come from, in words.
+        busy: why the machine is taken to have been busy when they were measured; empty where it was not.
     """
 
     target: Curve
     draft: Curve | None = None
     layer_ms: float = 0.0
     origin: str = "assumed"
+    busy: str = ""
 
     def __post_init__(self) -> None:
         if not (type(self.layer_ms) in (int, float) and 0 <= self.layer_ms <= _MOST_MS):
@@ -112,7 +114,8 @@ class Prices:
             name: None if curve is None else {"nodes": list(curve.nodes), "ms": list(curve.ms)}
             for name, curve in curves.items()
         }
-        return {"format": FORMAT, **plain, "layer_ms": self.layer_ms, "origin": self.origin}
+        said = {"layer_ms": self.layer_ms, "origin": self.origin, "busy": self.busy}
+        return {"format": FORMAT, **plain, **said}
 
     @classmethod
     def from_dict(cls, values: Any) -> Prices:
@@ -130,6 +133,7 @@ class Prices:
                 None if draft is None else Curve(tuple(draft["nodes"]), tuple(draft["ms"])),
                 values["layer_ms"],
                 str(values["origin"]),
+                str(values.get("busy", "")),
             )
         except (KeyError, TypeError, IndexError) as error:
             raise ValueError(f"no table of prices ({type(error).__name__}: {error})") from None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from dsbd_cli.batch.items import item_seed
 from dsbd_cli.decoder import Decoder
@@ -24,14 +24,17 @@ class PairBench:
 
     Args:
         tokens: the most tokens of an answer.
+        note: told what a user should know of the prices.
     """
 
-    def __init__(self, decoder: Decoder, prompts: Sequence[Prompt], tokens: int) -> None:
-        self._decoder, self._prompts, self._tokens = decoder, prompts, tokens
+    def __init__(
+        self, decoder: Decoder, prompts: Sequence[Prompt], tokens: int, note: Callable[[str], None]
+    ) -> None:
+        self._decoder, self._prompts, self._tokens, self._note = decoder, prompts, tokens, note
         self.prompts = len(prompts)
 
     def prices(self) -> Prices:
-        """Measured now, and kept for later runs.
+        """Measured now and kept for later runs, but for those of a calm moment where the machine is busy now.
 
         Raises:
             UserError: the cache folder cannot be written.
@@ -40,6 +43,8 @@ class PairBench:
         if found.prices is None:
             raise UserError("the cache folder cannot be written: prices measured now would not be used later; "
                             "set DSBD_CACHE to a folder that can")  # fmt: skip
+        for line in found.notes:
+            self._note(line)
         return found.prices
 
     def look(self, settings: Settings) -> Seen:

@@ -45,7 +45,7 @@ class Bench(Protocol):
     prompts: int
 
     def prices(self) -> Prices:
-        """Measured now."""
+        """What forwards cost on it."""
 
     def look(self, settings: Settings) -> Seen:
         """Whole runs with full forests of these settings."""

@@ -1,4 +1,4 @@
-"""A finished run in one line."""
+"""A finished run in one line, and what of it is unfinished."""
 
 from __future__ import annotations
 
@@ -35,6 +35,28 @@ def summary(result: Result, width: int | None = None) -> str:
     while width is not None and len(_line(parts)) > width and (least := max(rank for _, rank in parts)):
         parts = [part for part in parts if part[1] != least]
     return _line(parts)
+
+
+def unfinished(result: Result) -> str | None:
+    """Which of the beams did not end by themselves, and why; None where all did."""
+    beams = result.beams
+    cut = {place: beam for place, beam in enumerate(beams, start=1) if not beam.finished}
+    if not cut:
+        return None
+    one = next(iter(cut.values()))  # a run cuts all that are unfinished at one place, for one reason
+    tokens = len(one.token_ids)
+    if len(beams) == 1:
+        which = "the answer is"
+    elif len(cut) == len(beams):
+        which = f"all {len(beams)} beams are"
+    elif len(cut) == 1:
+        which = f"beam {min(cut)} of {len(beams)} is"
+    else:
+        which = f"beams {', '.join(map(str, cut))} of {len(beams)} are"
+    if one.finish_reason == "length":
+        return f"{which} unfinished: cut at max-new-tokens {tokens}"
+    rule = result.settings.early_stopping
+    return f"{which} unfinished: the run ended after {tokens} tokens (early-stopping {rule})"
 
 
 def room() -> int | None:

@@ -15,11 +15,17 @@ from dsbd_cli.ui.safe import one_line
 
 _WIPE = "\r\x1b[K"
 _text = ""
+_echoes = False  # whether what somebody types ahead may stand at the cursor
 
 
-def waiting(what: str) -> None:
-    """Show `what` on stderr, if that is a terminal and this is the first process of a torchrun."""
-    global _text
+def waiting(what: str, *, typing: bool = False) -> None:
+    """Show `what` on stderr, if that is a terminal and this is the first process of a torchrun.
+
+    Args:
+        typing: somebody may type ahead, and the terminal echoes it at the cursor: then the line is one for itself and
+            stays, and what is wiped is the echo, which the prompt will show again.
+    """
+    global _text, _echoes
     if not is_terminal(sys.stderr) or os.environ.get("RANK", "0") != "0":
         return
     unicode = unicode_terminal(getattr(sys.stderr, "encoding", None))
@@ -28,15 +34,19 @@ def waiting(what: str) -> None:
         _write(line + "\n")
         return
     _clear()
+    if typing:
+        _write(f"{_WIPE}{line}\n")  # keys are faster than an interpreter that starts
+        _echoes = True
+        return
     _text = line
     _draw()
 
 
 def ready() -> None:
     """Wipe the line for good."""
-    global _text
+    global _text, _echoes
     _clear()
-    _text = ""
+    _text, _echoes = "", False
 
 
 @contextlib.contextmanager
@@ -57,7 +67,7 @@ def _draw() -> None:
 
 
 def _clear() -> None:
-    if _text:
+    if _text or _echoes:
         _write(_WIPE)
 
 

@@ -231,3 +231,13 @@ def test_a_table_fits_the_terminal_and_loses_no_column(swept, width):
         assert heading in fitted
     if width in (400, None):
         assert fitted.split() == plain.split()
+
+
+@pytest.mark.parametrize(("limit", "said"), [(1, "1 item: too few"), (3, "3 items: too few"), (12, None)])
+def test_a_run_of_few_items_says_that_it_decides_nothing(tmp_path, limit, said):
+    made = plan(tmp_path / "run", dataset="squad", limit=limit, methods="multinomial,beam")
+    run_bench(made, open_backend=lambda *_: FakeBackend(), prompter=prompter(made))
+    page, screen = (tmp_path / "run" / "report.html").read_text(), summary_text(tmp_path / "run")
+    for text in (page, screen):
+        assert ("too few to decide anything about quality" in text) is (said is not None)
+        assert text.count(said or "items asked") == 1

@@ -14,6 +14,7 @@ from dsbd_cli.bench.plan import make_plan
 from dsbd_cli.bench.runner import Runner
 from dsbd_cli.errors import RunError, Stopped, UserError
 from tests.bench.double import BytesTokenizer, FakeBackend, plan, prompter
+from tests.builders import rand
 
 
 @pytest.fixture(autouse=True)
@@ -331,12 +332,24 @@ def test_nothing_but_a_data_set_gives_methods_and_enough_settings_for_fronts(tmp
     assert [arm.name for arm in plan(tmp_path / "out", methods="beam,dsbd").arms] == ["beam", "dsbd"]
 
 
-def test_a_drafting_arm_without_a_draft_is_refused(tmp_path):
+def test_a_drafting_arm_without_a_draft_is_refused(tmp_path, monkeypatch):
     from dsbd_cli.bench.plan import Options
     from dsbd_cli.cli.options import Chosen
 
+    def plan_of(target: str) -> None:
+        make_plan(Options("spider", methods="beam,dsbd"), Chosen(None, {"target": target}, {}))
+
+    rand(tmp_path / "t")
     with pytest.raises(UserError, match="dsbd needs a draft"):
-        make_plan(Options("spider", methods="beam,dsbd"), Chosen(None, {"target": "t"}, {}))
+        plan_of(str(tmp_path / "t"))
+    # What was written comes first.
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    for target, said in (
+        ("nosuch/x", "target nosuch/x is not in the local cache"),
+        ("./x", "target ./x: no such"),
+    ):
+        with pytest.raises(UserError, match=said):
+            plan_of(target)
 
 
 def test_a_baseline_that_is_no_arm_is_refused_at_once(tmp_path):

@@ -42,12 +42,16 @@ def test_lines_with_several_answers_and_with_refusals(dsbd: Call, models: Models
     options = ["--lines", "--seed", "1", "--max-new-tokens", "4"]
     ran = dsbd("generate", *target, *options, "--num-return", "3", stdin=b"a\nb\n")
     assert all(2 <= len(json.loads(line)) <= 3 for line in ran.text.splitlines())
+    count = sum(len(json.loads(line)) for line in ran.text.splitlines())
+    assert f"{count} of {count} beams are unfinished" in ran.err
     ran = dsbd("generate", *target, *options, stdin=b"a\n" + b"q" * 100 + b"\nb\n")
     assert ran.code == 2
     assert [type(json.loads(line)) for line in ran.text.splitlines()] == [str, type(None), str]
     assert ran.err.splitlines()[-1].startswith(
         "dsbd: 1 of 3 prompts were refused; line 2: the prompt leaves no room"
     )
+    assert "2 of 2 answers are unfinished (--json says which)" in ran.err
+    assert "unfinished" not in dsbd("generate", *target, *options, "--json", stdin=b"a\n").err
     ran = dsbd("generate", *target, *options, "--json", stdin=b"q" * 100 + b"\n")
     assert "no room" in json.loads(ran.text)["error"]
     assert dsbd("generate", *target, *options, stdin=b"").out == b""

@@ -140,7 +140,21 @@ def test_history_stays_in_the_caches(chatty: str, monkeypatch: pytest.MonkeyPatc
     ],
 )
 def test_wrong_commands_are_one_line(dsbd: Call, chatty: str, line: str, words: list[str]) -> None:
-    dsbd("chat", *pair(chatty), stdin=line.encode() + b"\n").refused(*words)
+    dsbd("chat", *pair(chatty), stdin=line.encode() + b"\n").refused("line 1: ", *words)
+
+
+def test_in_a_pipe_as_at_a_terminal_a_wrong_line_is_told_and_the_chat_goes_on(
+    dsbd: Call, chatty: str
+) -> None:
+    command = ["chat", *pair(chatty), "--seed", "1", "--max-new-tokens", "8", "-q"]
+    right = dsbd(*command, stdin=b"hello\nagain\n")
+    script = b"/foo\nhello\n\ncaf\xe9\n/settings widht=3\nagain\n/quit\n/bar\n"
+    ran = dsbd(*command, stdin=script)
+    assert (right.code, ran.code, ran.out) == (0, 2, right.out)
+    said = ran.err.splitlines()
+    assert [line.partition(": ")[2].partition(":")[0] for line in said] == ["line 1", "line 4", "line 5"]
+    for line, word in zip(said, ("/foo", "not UTF-8", "widht"), strict=True):
+        assert word in line
 
 
 def test_models_and_options_that_cannot_chat(dsbd: Call, models: Models, chatty: str) -> None:

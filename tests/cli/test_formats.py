@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from dsbd_cli.loading import processor
-from dsbd_cli.prices import formats, slices
+from dsbd_cli.prices import Curve, Prices, formats, slices
 from dsbd_cli.prices.measure import measure
 from tests import builders
 from tests.cli.conftest import Call
@@ -19,11 +19,11 @@ from tests.cli.conftest import Call
 
 @pytest.fixture
 def judge(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The only element is what the clock would say now."""
+    """What the clock would say now, and in a second element why the machine is busy."""
     says = ["bfloat16"]
 
     def judged(*_: Any, **__: Any) -> formats.Verdict:
-        return formats.Verdict(says[0], {}, "made up")
+        return formats.Verdict(says[0], {}, "made up", *says[1:])
 
     monkeypatch.setenv("DSBD_CACHE", str(tmp_path / "cache"))
     monkeypatch.delenv("DSBD_PRICES", raising=False)
@@ -167,3 +167,43 @@ def test_the_doctor_shows_them_and_has_them_chosen_anew(
     told = dsbd("doctor").text
     assert "float32 or bfloat16 for weights stored in bfloat16" in told
     assert "whichever is timed to be quicker" in told
+
+
+def test_on_a_busy_machine_the_doctor_keeps_what_a_calm_moment_gave(
+    dsbd: Call, judge: list[str], pair: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    busy = [""]
+
+    def prices(*_: Any) -> Prices:
+        return Prices(Curve((1,), (1.0,)), Curve((1,), (0.5,)), 0.0, "timed", busy[0])
+
+    monkeypatch.setattr("dsbd_cli.prices.pair.measure", prices)
+    preset = tmp_path / "mine.yaml"
+    preset.write_text(
+        f"target: {tmp_path / 'big'}\ndraft: {tmp_path / 'small'}\ntarget_device: cpu\ndraft_device: cpu\n"
+    )
+    command = ["doctor", "--measure", preset, "--json"]
+    calm = dsbd(*command)
+    assert (calm.code, "busy" in calm.err) == (0, False), calm.err
+    judge[:], busy[0] = ["float32", "others took 61%"], "others took 62%"
+    kept = dsbd(*command)
+    assert kept.code == 0, kept.err
+    said = [line for line in kept.err.splitlines() if "busy" in line]
+    assert len(said) == 3  # a format for each model, and prices
+    assert all("stay" in line and "--force" in line for line in said)
+    assert sum("61%" in line for line in said) == 2
+    assert kept.json["formats"] == calm.json["formats"]
+    assert kept.json["prices"] == calm.json["prices"]
+    # What stays is found at the next start, and nothing is measured again.
+    ran = dsbd("generate", "hello", *pair, "--seed", "3", "--max-new-tokens", "4", "--json")
+    assert dtypes(ran.json) == ["bfloat16", "bfloat16"]
+    assert not ran.err
+    forced = dsbd(*command, "--force")
+    assert forced.code == 0, forced.err
+    assert [line.rpartition(": ")[2] for line in forced.json["formats"]] == ["float32, made up"] * 2
+    (said,) = (line for line in forced.err.splitlines() if "busy" in line)
+    assert "measured now may be off" in said
+
+
+def test_force_without_measuring_is_refused(dsbd: Call) -> None:
+    dsbd("doctor", "--force").refused("--force", "--measure PRESET")

@@ -417,6 +417,55 @@ def test_fewer_beams_than_asked_for_are_told(dsbd: Call, models: Models) -> None
     assert "distinct" not in dsbd(*command, "--num-return", "1").err
 
 
+@pytest.mark.parametrize("command", [["generate", "hi"], ["chat"], ["tune"], ["generate", "--lines"]])
+def test_a_target_that_is_not_there_is_told_before_a_draft_that_was_not_given(
+    dsbd: Call, models: Models, command: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dsbd(*command, "--target", "nosuch/x").refused("target nosuch/x", "not in the local cache")
+    dsbd(*command, "--target", "./nosuch").refused("target ./nosuch: no such folder")
+    dsbd(*command, "--target", models("rand")).refused("needs a draft model")
+
+    def unknown(*_: Any, **__: Any) -> None:
+        from huggingface_hub.errors import RepositoryNotFoundError
+
+        raise RepositoryNotFoundError.__new__(RepositoryNotFoundError)
+
+    monkeypatch.delenv("HF_HUB_OFFLINE")
+    monkeypatch.setattr("huggingface_hub.get_hf_file_metadata", unknown)
+    dsbd(*command, "--target", "nosuch/x").refused("target nosuch/x", "no", "the hub shows you")
+
+
+def test_answers_that_did_not_end_by_themselves_are_told_beside_a_plain_stdout(
+    dsbd: Call, models: Models
+) -> None:
+    cut = ["--max-new-tokens", "4", "--seed", "1"]
+    told = "the answer is unfinished: cut at max-new-tokens 4"
+    for command in (["generate", "hi"], ["generate", "hi", "--no-stream"]):
+        ran = dsbd(*command, *pair(models("rand", seed=1)), *cut)
+        assert told in ran.err.splitlines()[-1]
+        assert told not in ran.text
+        assert told not in dsbd(*command, *pair(models("rand", seed=1)), *cut, "--json").err
+        assert not dsbd(*command, *pair(models("rand", seed=1)), *cut, "-q").err
+        assert "unfinished" not in dsbd(*command, *pair(models("says", "A")), *cut).err
+    # As many beams as the record calls unfinished, by their places on stdout.
+    several = [
+        "generate",
+        "hi",
+        *pair(models("rand", seed=1)),
+        *cut,
+        "--num-return",
+        "3",
+        "--temperature",
+        "3",
+    ]
+    ran, record = dsbd(*several), dsbd(*several, "--json").json
+    assert [encoder.loads(line) for line in ran.text.splitlines()] == [one["text"] for one in record["beams"]]
+    assert [(one["finished"], one["finish_reason"]) for one in record["beams"]] == [(False, "length")] * 3
+    assert "all 3 beams are unfinished: cut at max-new-tokens 4" in ran.err
+    ended = dsbd("generate", "hi", *pair(models("says", "A")), *cut, "--json").json["beams"]
+    assert [(one["finished"], one["finish_reason"]) for one in ended] == [(True, "eos")]
+
+
 def test_statistics_are_words_and_numbers(dsbd: Call, rand_pair: list[str]) -> None:
     command = ["generate", "hi", *rand_pair, "--seed", "1", "--max-new-tokens", "6", "--stats"]
     for more in (["--forest", "full"], ["--gamma", "0"]):

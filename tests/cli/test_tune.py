@@ -8,11 +8,13 @@ import json
 import re
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from dsbd_cli.cli import tune
 from dsbd_cli.presets import load_preset
+from dsbd_cli.prices import Curve, Prices, store
 from dsbd_cli.prices.measure import measure
 from tests.cli.conftest import Call, pair
 
@@ -49,6 +51,27 @@ def test_a_preset_is_written_and_can_be_used(dsbd: Call, options: list[str], tmp
     # The doctor shows the prices that were measured on the way.
     report = json.loads(dsbd("doctor", "--json").text)
     assert any("ms by nodes" in line for line in report["prices"])
+
+
+def test_on_a_busy_machine_the_prices_of_a_calm_moment_stay(
+    dsbd: Call, options: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    busy = [""]
+
+    def prices(*_: Any) -> Prices:
+        return Prices(
+            Curve((1,), (1.0 + len(busy[0]),)), Curve((1,), (0.5,)), 0.0, f"timed {busy[0]}", busy[0]
+        )
+
+    monkeypatch.setenv("DSBD_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr("dsbd_cli.prices.pair.measure", prices)
+    assert "busy" not in dsbd("tune", *options, stdin=b"hello\n").err
+    busy[0] = "others took 61%"
+    ran = dsbd("tune", *options, "--force", stdin=b"hello\n")
+    assert ran.code == 0, ran.err
+    assert "the machine was busy (others took 61%): the prices timed  stay" in ran.err
+    assert "61%" not in (tmp_path / "mine.yaml").read_text()
+    assert [one.busy for _, one in store.listed()] == [""]
 
 
 def test_the_bar_counts_only_what_has_a_count(monkeypatch: pytest.MonkeyPatch) -> None:

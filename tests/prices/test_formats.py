@@ -49,6 +49,8 @@ def test_what_rounds_more_has_to_be_clearly_quicker(ms: Any, taken: str) -> None
 
 
 def test_a_verdict_is_what_was_written() -> None:
+    busy = Verdict("bfloat16", times((4.0, 8.0), (2.0, 3.0)), "measured once", "others were at work")
+    assert Verdict.from_dict(busy.to_dict()) == busy
     verdict = Verdict("bfloat16", times((4.0, 8.0), (2.0, 3.0)), "measured once")
     assert Verdict.from_dict(verdict.to_dict()) == verdict
     assert verdict.describe() == (
@@ -205,8 +207,9 @@ def test_a_verdict_says_whether_the_machine_was_busy(
     monkeypatch.setattr(slices, "measure", lambda models: times((4.0, 8.0), (2.0, 3.0)))
     builders.rand(tmp_path)
     place = place_of(tmp_path)
-    said = judge(place, load_config(place, False), BOTH, int8=False, trust=False).describe()
-    assert ("on a busy machine (other processes took 61%" in said) is (share > 0.5)
+    found = judge(place, load_config(place, False), BOTH, int8=False, trust=False)
+    assert ("on a busy machine (other processes took 61%" in found.describe()) is (share > 0.5)
+    assert bool(found.busy) is (share > 0.5)
 
 
 def test_a_real_clock_gives_times_of_each(tmp_path: Path) -> None:

@@ -42,6 +42,8 @@ def test_nothing_costs_less_than_nothing() -> None:
 
 
 def test_they_are_what_was_written() -> None:
+    busy = HostPrices(0.15, 0.14, 0.01, "measured once", "others were at work")
+    assert HostPrices.from_dict(busy.to_dict()) == busy
     prices = HostPrices(0.15, 0.14, 0.01, "measured once")
     assert HostPrices.from_dict(prices.to_dict()) == prices
     assert prices.describe() == "measured once; ms of the host: 0.15 a request, 0.14 a layer, 0.01 a node"

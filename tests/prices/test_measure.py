@@ -106,18 +106,22 @@ def test_the_price_list_of_the_machine_is_found(seed: int | None) -> None:
 
 
 def test_a_busy_machine_is_said_to_be_one() -> None:
-    assert "on a busy machine" in measured(Machine(0, often=0.6), budget=20.0)[0].origin
+    found = measured(Machine(0, often=0.6), budget=20.0)[0]
+    assert "on a busy machine" in found.origin
+    assert "times of one forward differ" in found.busy
+    assert Prices.from_dict(found.to_dict()) == found
 
 
 @pytest.mark.parametrize(("share", "busy"), [(None, False), (0.05, False), (0.61, True)])
 def test_steady_work_of_others_is_marked_though_it_slows_all_times_alike(
     share: float | None, busy: bool
 ) -> None:
-    origin = measured(Machine(), budget=5.0, window=lambda: Watched(share))[0].origin
+    found = measured(Machine(), budget=5.0, window=lambda: Watched(share))[0]
     assert (
         "on a busy machine (other processes took 61% of the cores' time; dsbd doctor --measure PRESET"
-        in origin
+        in found.origin
     ) is busy
+    assert found.busy == ("other processes took 61% of the cores' time" if busy else "")
 
 
 @pytest.mark.parametrize("scale", [0.01, 1, 10, 100])
@@ -168,6 +172,49 @@ def test_prices_are_measured_once_for_the_same_facts() -> None:
     assert store.kept_or_measured(facts, lambda: other, again=True).prices == other
     assert store.kept_or_measured(facts, never).prices == other
     assert [one for one, _ in store.listed()][-1]["machine"] == "toy"
+
+
+def made(ms: float, busy: str = "") -> Prices:
+    return Prices(Curve((1,), (ms,)), origin=f"measured at {ms:g}", busy=busy)
+
+
+CALM, BUSY, BUSIER = made(1.0), made(2.0, "others took 61%"), made(3.0, "others took 90%")
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "force", "kept", "words"),
+    [
+        (None, CALM, False, CALM, []),
+        (None, BUSY, False, BUSY, ["machine was busy (others took 61%)", "may be off", "does it anew"]),
+        (CALM, made(1.5), False, made(1.5), []),
+        (CALM, BUSY, False, CALM, ["machine was busy (others took 61%)", "measured at 1 stay", "--force"]),
+        (CALM, BUSY, True, BUSY, ["machine was busy (others took 61%)", "may be off"]),
+        (BUSY, CALM, False, CALM, []),
+        (BUSY, BUSIER, False, BUSIER, ["machine was busy (others took 90%)", "may be off"]),
+    ],
+)
+@pytest.mark.parametrize("aside", [False, True])
+def test_what_a_calm_moment_gave_is_not_given_up_for_what_a_busy_one_gives(
+    before: Prices | None, now: Prices, force: bool, kept: Prices, words: list[str], aside: bool
+) -> None:
+    facts = {"machine": "toy"}
+    if before is not None:
+        store.kept_or_measured(facts, lambda: before)
+    if aside and before is not None:
+        store.set_aside(store.path_of(facts))
+        assert store.kept(facts) is None
+        assert not [*store.listed()]
+    found = store.kept_or_measured(facts, lambda: now, again=not aside or before is None, force=force)
+    assert found.prices == kept
+    assert len(found.notes) == bool(words)
+    assert all(word in found.notes[0] for word in words)
+    assert store.kept_or_measured(facts, never) == store.Kept(kept)
+    assert [one for _, one in store.listed()] == [kept]
+
+
+def test_a_first_start_says_nothing_of_a_busy_machine() -> None:
+    """Its numbers are all there are, and say it of themselves."""
+    assert store.kept_or_measured({}, lambda: BUSY) == store.Kept(BUSY)
 
 
 @pytest.mark.parametrize("damage", [b"", b"{", b"[]", b"\xff\xfe", b'{"prices": {}}', b"[" * 100_000])

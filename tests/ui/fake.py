@@ -118,7 +118,7 @@ def _layer(
 
 
 def _result(decoder: FakeDecoder, best: Node, text: str) -> Result:
-    beam = Beam(text, best.tokens(), best.score, best.score / best.depth, True)
+    beam = Beam(text, best.tokens(), best.score, best.score / best.depth, True, "eos")
     stats = Stats(prompt_tokens=30, new_tokens=best.depth, layers=best.depth, target_calls=best.depth // 2)
     stats.decode_s, stats.tokens_per_s = 2.0, best.depth / 2.0
     settings = decoder.settings

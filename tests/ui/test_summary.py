@@ -6,7 +6,9 @@ import dataclasses
 
 import pytest
 
-from dsbd_cli.ui.summary import summary
+from dsbd_cli.result import Beam
+from dsbd_cli.settings import Settings
+from dsbd_cli.ui.summary import summary, unfinished
 from tests.ui.fake import FakeDecoder, stream
 
 FULL = ["tokens", "tok/s", "layers/target call", "acceptance", "width", "J/token", "ended by"]
@@ -47,3 +49,28 @@ def test_an_unknown_energy_goes_before_anything_else() -> None:
     full = summary(done)
     assert "n/a J/token" in full
     assert summary(done, len(full) - 1) == full.replace("n/a J/token, ", "")
+
+
+EARLY = "the run ended after 5 tokens (early-stopping first)"
+
+
+@pytest.mark.parametrize(
+    ("ended", "tokens", "said"),
+    [
+        ([True], 8, None),
+        ([False], 8, "the answer is unfinished: cut at max-new-tokens 8"),
+        ([False], 5, f"the answer is unfinished: {EARLY}"),
+        ([True, True, True], 8, None),
+        ([True, False, True], 8, "beam 2 of 3 is unfinished: cut at max-new-tokens 8"),
+        ([False, False, True], 5, f"beams 1, 2 of 3 are unfinished: {EARLY}"),
+        ([False, True], 5, f"beam 1 of 2 is unfinished: {EARLY}"),
+        ([False, False], 8, "all 2 beams are unfinished: cut at max-new-tokens 8"),
+        ([True, False], 5, f"beam 2 of 2 is unfinished: {EARLY}"),
+    ],
+)
+def test_which_ended_by_themselves(ended: list[bool], tokens: int, said: str | None) -> None:
+    cut = "length" if tokens == 8 else "early_stop"
+    beams = [Beam("x", [3] * (2 if one else tokens), -1.0, -1.0, one, "eos" if one else cut) for one in ended]
+    settings = Settings(num_return=len(ended), early_stopping="first")
+    done = dataclasses.replace(result(), beams=beams, settings=settings)
+    assert unfinished(done) == said

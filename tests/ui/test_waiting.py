@@ -41,12 +41,39 @@ def test_it_is_there_before_torch_and_gone_after(
     call = [sys.executable, "-c", WITHOUT_TORCH, *command, "beam", "--target", model]
     terminal = Terminal(call, columns=columns, env=environment(TERM="xterm", LANG="C.UTF-8"))
     terminal.finish()
-    line, wipe, rest = terminal.output.partition(b"\r\x1b[K")
+    chat = command[0] == "chat"  # somebody may type ahead: a line for itself
+    line, wipe, rest = terminal.output.removeprefix(b"\r\x1b[K" if chat else b"").partition(b"\r\x1b[K")
     said = "dsbd: loading mein-[b]-Modell…"
-    assert line.decode() == (said if columns == 100 else said[:18])
+    if chat:
+        assert line.decode() == said + "\r\n"
+    else:
+        assert line.decode() == (said if columns == 100 else said[:18])
     assert wipe
     assert b"torch was asked for" in rest
     assert b"loading" not in rest.replace(line, b"")  # redrawn under a notice, at most
+
+
+# Loading takes until somebody has typed a line.
+TYPED_AHEAD = """
+import sys
+from dsbd_cli.cli import main, options
+from dsbd_cli.errors import UserError
+def opened(*_):
+    sys.stdin.readline()
+    raise UserError("that was it")
+options._open = opened
+main.run(sys.argv[1:])
+"""
+
+
+def test_what_is_typed_ahead_in_a_chat_stands_on_lines_of_its_own(model: str) -> None:
+    call = [sys.executable, "-c", TYPED_AHEAD, "chat", "--method", "beam", "--target", model]
+    terminal = Terminal(call, env=environment(TERM="xterm", LANG="C.UTF-8"))
+    assert terminal.until(lambda output: "…".encode() in output)
+    terminal.send(b"hello\r")
+    terminal.finish()
+    assert terminal.text == "\rdsbd: loading mein-[b]-Modell…\nhello\n\rdsbd: that was it\n"
+    assert b"\r\n\r\x1b[Kdsbd: that" in terminal.output  # the prompt shows half a line again
 
 
 def test_a_dumb_terminal_gets_a_plain_line(model: str) -> None:
