@@ -10,7 +10,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from operator import attrgetter
+from typing import Any, Protocol, TypeVar
 
 from dsbd_cli.decoding import (
     Compute,
@@ -62,6 +63,7 @@ _FULL = "the draft's context is full: going on without a draft, same law"
 _SHARED_ENERGY = "several prompts share the forwards: measure the whole run"
 
 Asked = tuple[Prompt, Settings]
+T = TypeVar("T")
 
 
 class Sharing(Host, Protocol):
@@ -100,20 +102,32 @@ class Load:
     Attributes:
         running, waiting: requests under way, and prompts that wait for memory.
         free_slots, slots: of the target's buffers: those that no request has, and all.
+        reading: of those under way, how many have not been read yet.
+        tokens: what those under way have generated so far, in layers.
     """
 
     running: int
     waiting: int
     free_slots: int
     slots: int
+    reading: int = 0
+    tokens: int = 0
 
 
-def in_order(answers: Iterable[Answer]) -> Iterator[Answer]:
-    """The answers in the order of their prompts; those that come early wait."""
-    early: dict[int, Answer] = {}
+# Called often while prompts are under way; whoever wants to know how things stand calls what it is given.
+Pulse = Callable[[Callable[[], Load]], None]
+
+
+def in_order(answers: Iterable[T], place: Callable[[T], int] = attrgetter("index")) -> Iterator[T]:
+    """The answers in the order of their prompts; those that come early wait.
+
+    Args:
+        place: which prompt's an answer is, from 0.
+    """
+    early: dict[int, T] = {}
     following = 0
     for answer in answers:
-        early[answer.index] = answer
+        early[place(answer)] = answer
         while following in early:
             yield early.pop(following)
             following += 1
@@ -281,14 +295,18 @@ class Batch:
         """How things stand."""
         target = self._buffers.target
         free, slots = (0, 0) if target is None else (target.free, target.regions.capacity)
-        return Load(self._running(), int(self._waiting is not None), free, slots)
+        tokens = sum(len(member.tally.widths) for member in self._members)
+        running = self._running()
+        reading = running - len(self._members)
+        return Load(running, int(self._waiting is not None), free, slots, reading, tokens)
 
-    def answers(self, asked: Iterable[Asked | None]) -> Iterator[Answer]:
+    def answers(self, asked: Iterable[Asked | None], pulse: Pulse | None = None) -> Iterator[Answer]:
         """Decode prompts; answers as they come.
 
         Args:
             asked: prompts with their settings, taken as places become free; None for "none just now", which is
                 asked again in the next round.
+            pulse: called in every round.
 
         Raises:
             RunError: non-finite logits.
@@ -325,6 +343,8 @@ class Batch:
             if self._waiting is not None and (member := self._admit(*self._waiting)) is not None:
                 joined.append(member)
             yield from self._refused()
+            if pulse is not None:
+                pulse(self.load)
             self._joined = []
             self._prefill(joined)
             done = [(member, member.result(member.run)) for member in self._round()]

@@ -18,7 +18,7 @@ from dsbd_cli.decoding import HfTreeModel
 from dsbd_cli.decoding.cache.buffers import KVBuffer
 from dsbd_cli.decoding.model.shared import SharedModel
 from dsbd_cli.errors import UserError
-from dsbd_cli.many import Batch, in_order
+from dsbd_cli.many import Batch, Load, in_order
 from tests import builders
 
 WAYS: list[dict[str, Any]] = [
@@ -178,6 +178,22 @@ def test_counts_and_caches_are_those_of_the_prompt_alone(decoder: Decoder, way: 
         ):
             assert getattr(got.stats, name) == getattr(alone.stats, name), name
         assert got.stats.energy_j is None
+
+
+def test_how_things_stand_is_told_from_the_first_round_on(decoder: Decoder) -> None:
+    loads: list[Load] = []
+    settings = Settings(seed=1, max_new_tokens=12)
+    asked = [(f"prompt {i}", settings) for i in range(5)]
+    with Batch(decoder, 3) as batch:
+        for _ in batch.answers(asked, lambda load: loads.append(load())):
+            pass
+    assert (loads[0].running, loads[0].reading, loads[0].tokens) == (3, 3, 0)
+    assert max(load.running for load in loads) == 3
+    # One by one they begin, and every one of them goes on to be counted.
+    first = [load.tokens for load in loads if load.running == 3][:6]
+    assert first == sorted(first)
+    assert any(load.reading == 0 and load.tokens >= 3 for load in loads)
+    assert loads[-1].reading == 0
 
 
 def test_what_memory_has_no_room_for_waits_and_what_it_never_has_is_refused(decoder: Decoder) -> None:

@@ -27,7 +27,7 @@ class Echo(Store):
     def claim(self, facts: dict[str, Any], seed_given: bool) -> int:
         return int(facts["seed"])
 
-    def add_line(self, line: bytes) -> None:
+    def add(self, index: int, record: Mapping[str, Any]) -> None:
         pass
 
     def finish(self) -> None:

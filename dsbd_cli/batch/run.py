@@ -9,7 +9,6 @@ import hashlib
 import itertools
 import json
 import secrets
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,6 +28,7 @@ from dsbd_cli.settings import Settings, verifies_draws, width_from_target
 from dsbd_cli.version import __version__
 
 if TYPE_CHECKING:
+    from dsbd_cli.batch.decode import Done
     from dsbd_cli.cli.options import Chosen
     from dsbd_cli.decoder import Decoder
 
@@ -103,45 +103,37 @@ def run_file(
 
         from dsbd_cli.batch.decode import Running, decode_items
 
-        waiting: deque[tuple[int, bytes]] = deque()
         notes = Notes(tell, "line" if source.suffix == ".txt" else "prompt")
-
-        def open_() -> Iterator[Item]:
-            for item in mine:
-                if item.index not in done:
-                    yield item
-                elif shard.world == 1 and (kept := store.kept(item.index)) and item.index >= store.whole:
-                    waiting.append((item.index, kept))
-
-        def catch_up(index: int) -> None:
-            """Lines that an earlier run left elsewhere take their place among the new ones."""
-            while waiting and waiting[0][0] < index:
-                store.add_line(waiting.popleft()[1])
-
+        left = [item for item in mine if item.index not in done]
+        # Processes that share a terminal would draw over each other.
+        shows = shard.rank == 0 or not bar
         try:
             with (
                 Running(decoder, batch, tell) as running,
-                BatchProgress(len(mine), resumed, tell, bar=bar) as progress,
+                BatchProgress(len(mine), resumed, tell if shows else _silent, bar=bar and shows) as progress,
             ):
-                for item, record, result in decode_items(decoder, settings, seed, open_(), running):
-                    catch_up(item.index)
+                come = decode_items(decoder, settings, seed, left, running, progress.pulse)
+                for item, record, result in come:
                     store.add(item.index, record)
                     notes.add(item.index + 1, record)
                     refused += result is None
                     results += [] if result is None else [result]
                     progress.step(result, running.load())
-                catch_up(len(items))
                 notes.finish()
+            store.finish()
         except KeyboardInterrupt:
             there = f"{resumed + refused + len(results)} of {len(mine)} prompts"
             raise Stopped(f"stopped with {there}; the same command goes on") from None
-        store.finish()
         if not seed_given and shard.rank == 0 and not draws_nothing(settings):
             tell(f"seed {seed}")
         _say_refused(refused + refused_before, len(mine), output)
         return results
     finally:
         store.close()
+
+
+def _silent(line: str) -> None:
+    """A `Tell` that says nothing."""
 
 
 def _say_refused(refused: int, total: int, output: Path) -> None:
@@ -240,6 +232,7 @@ def run_lines(
     *,
     json: bool,
     batch: str = AUTO,
+    bar: bool = False,
 ) -> list[Result]:
     """Answer prompts as they come, one output line each, in order.
 
@@ -249,13 +242,16 @@ def run_lines(
         json: a whole record a line; else the answer alone as a JSON string (an answer may hold line
             ends), with several to return a list of them, and null for a prompt that was refused.
         batch: how many at a time, at most: a number, or `auto`.
+        bar: draw progress on stderr.
 
     Raises:
+        Stopped: by Ctrl-C, with how many lines were written.
         UserError: after the last line, if any prompt was refused.
     """
     import json as encoder
 
     from dsbd_cli.batch.decode import Running, decode_items
+    from dsbd_cli.many import in_order
 
     seed = settings.seed if settings.seed is not None else secrets.randbelow(2**31)
     results: list[Result] = []
@@ -263,18 +259,31 @@ def run_lines(
     total = 0
     notes = Notes(tell, "line")
     seed = joined().agreed(seed)
-    with Running(decoder, batch, tell) as running:
-        arriving = _for_all(prompts(lambda: running.idle))
-        for item, record, result in decode_items(decoder, settings, seed, _numbered(arriving), running):
-            total = item.index + 1
-            notes.add(total, record)
-            if result is None:
-                refused.append(f"line {total}: {record['error']}")
-            else:
-                results.append(result)
-            write(
-                encoder.dumps(record if json else _answer(result), ensure_ascii=False, allow_nan=False) + "\n"
-            )
+    try:
+        with (
+            Running(decoder, batch, tell) as running,
+            BatchProgress(None, 0, _silent, bar=bar) as progress,
+        ):
+            asked = _numbered(_for_all(prompts(lambda: running.idle)))
+
+            def finished() -> Iterator[Done]:
+                for done in decode_items(decoder, settings, seed, asked, running, progress.pulse):
+                    progress.step(done[2], running.load())
+                    yield done
+
+            for item, record, result in in_order(finished(), lambda done: done[0].index):
+                notes.add(item.index + 1, record)
+                if result is None:
+                    refused.append(f"line {item.index + 1}: {record['error']}")
+                else:
+                    results.append(result)
+                said = record if json else _answer(result)
+                write(encoder.dumps(said, ensure_ascii=False, allow_nan=False) + "\n")
+                total = item.index + 1
+    except KeyboardInterrupt:
+        raise Stopped(
+            f"stopped after {total} line{'' if total == 1 else 's'}; --input with --output can go on later"
+        ) from None
     notes.finish()
     beams = [beam for result in results for beam in result.beams]
     if not json and (cut := sum(not beam.finished for beam in beams)):

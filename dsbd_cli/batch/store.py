@@ -1,26 +1,26 @@
-"""The output file of a batch: append only, resumable, and never two runs in one file.
+"""The output of a batch: append only, resumable, and never two runs in one file.
 
-One process appends its records to OUT in the order of the input. Several (torchrun) each append to
-a part file `OUT.rank-R-of-N`; when all prompts are done, rank 0 writes OUT in order, whole, and
-removes the parts. What was run stands beside it in `OUT.run.json`; a run with other settings,
-models or input is refused. A line that a kill tore is dropped and its prompt done again.
-One module, since reading, locking and appending are of the same open files.
+One process appends its records to OUT in the order of the input. Those that are there before their
+turn are kept in a part file, `OUT.early`, until it comes. Several processes (torchrun) each append
+to a part file `OUT.rank-R-of-N` as answers come; when all prompts are done, rank 0 writes OUT in
+order, whole. Parts of a run that was cut off are read by the next, and go when OUT is whole. What
+was run stands beside it in `OUT.run.json`; a run with other settings, models or input is refused.
+A line that a kill tore is dropped and its prompt done again.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import re
-import stat
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from dsbd_cli.batch.records import Records, index_of, lines_of
 from dsbd_cli.batch.shard import Shard, dealt
-from dsbd_cli.batch.watch import Watch, lock, part_of
+from dsbd_cli.batch.watch import Watch, part_of
 from dsbd_cli.errors import UserError
-from dsbd_cli.paths import check_own, refuse_special, refuse_unwritable, same_file, write_error, write_whole
+from dsbd_cli.paths import refuse_special, refuse_unwritable, write_whole
 
 
 class Store:
@@ -46,45 +46,48 @@ class Store:
         refuse_special(path, f"--output {path}", "it is read again to go on; for a pipe there is --lines")
         self.path, self.total, self.shard, self.tell = path, total, shard, tell
         self.sidecar = path.with_name(path.name + ".run.json")
+        self._early = path.with_name(path.name + ".early")
         own = path if shard.world == 1 else part_of(path, shard.rank, shard.world)
-        self._own = own
-        self._files: list[tuple[int, Path]] = []
+        self._files: list[Records] = []
         self._whole: list[bytes] = []
         self._parts: dict[int, bytes] = {}
-        self._size = 0
+        self._ahead: Records | None = None
         try:
-            self._out = self._open(own)
+            self._own = self._open(own)
             if shard.world > 1 and shard.rank == 0:
                 self._open(path)
             self._look()
         except BaseException:
             self.close()
             raise
+        # Records whose turn in OUT has not come, and whose turn it is; several processes join theirs at the end.
+        self._turn = len(self._whole)
+        early = self._parts if shard.world == 1 else {}
+        self._waiting = {index: line for index, line in early.items() if index >= self._turn}
 
     def _look(self) -> None:
         """See what is there, and cut a torn last line off the file that this process appends to."""
-        size = os.fstat(self._out).st_size
-        if size and not self.sidecar.exists():
-            raise UserError(f"{self._own} is there, but not {self.sidecar.name} that says what was run: "
+        there = [path for path in (self._own.path, self.path, *self._part_paths()) if _has_bytes(path)]
+        if there and not self.sidecar.exists():
+            raise UserError(f"{there[0]} is there, but not {self.sidecar.name} that says what was run: "
                             "give another --output, or move that file away")  # fmt: skip
         # Parts first: a merge that runs meanwhile replaces OUT before it removes them.
         self._parts = self._read_parts()
         self._whole = self._read_whole()
-        good = sum(map(len, _lines(self._own)))
-        self._size = good
-        if good < size:
-            os.ftruncate(self._out, good)
-            self.tell(f"dropped a torn last line of {self._own.name}: its prompt is done again")
+        self._cut(self._own)
+
+    def _open(self, path: Path) -> Records:
+        self._files.append(Records(path, patient=self.shard.world > 1))
+        return self._files[-1]
+
+    def _cut(self, file: Records) -> None:
+        if file.cut():
+            self.tell(f"dropped a torn last line of {file.path.name}: its prompt is done again")
 
     def close(self) -> None:
-        """Let go of the files; one that got no record goes away."""
+        """Let go of the files; one that has no record goes away."""
         while self._files:
-            fd, path = self._files.pop()
-            facts = os.fstat(fd)
-            unused = stat.S_ISREG(facts.st_mode) and facts.st_size == 0 and not path.is_symlink()
-            if unused and same_file(fd, path):
-                path.unlink(missing_ok=True)
-            os.close(fd)
+            self._files.pop().close()
 
     @property
     def is_whole(self) -> bool:
@@ -118,11 +121,6 @@ class Store:
     def done(self) -> set[int]:
         """Indices of the prompts that need no decoding."""
         return {*range(len(self._whole)), *self._parts}
-
-    @property
-    def whole(self) -> int:
-        """How many records OUT itself held when it was opened: those of the first prompts."""
-        return len(self._whole)
 
     @property
     def begun(self) -> bool:
@@ -165,8 +163,9 @@ class Store:
 
     def _refuse(self, changed: str) -> None:
         if self.begun:
+            parts = "".join(f", {part.name}" for part in self._part_paths() if _has_bytes(part))
             raise UserError(f"{self.path} was begun with another {changed}: give another --output, or delete "
-                            f"it and {self.sidecar.name} to start again")  # fmt: skip
+                            f"it{parts} and {self.sidecar.name} to start again")  # fmt: skip
 
     def _follow(self, facts: dict[str, Any], seed_given: bool) -> int:
         """Ranks above 0 wait until rank 0 has written what is run."""
@@ -178,28 +177,32 @@ class Store:
                 return int(there["seed"])
             watch.wait({0}, f"no {self.sidecar.name} of this run yet")
 
-    def kept(self, index: int) -> bytes | None:
-        """The record of a prompt that an earlier run left in a part file, for OUT in its place."""
-        return self._parts.get(index)
-
     def add(self, index: int, record: Mapping[str, Any]) -> None:
-        """Append the record of prompt `index`: on disk, whole, when this returns."""
-        self.add_line(json.dumps(record, ensure_ascii=False, allow_nan=False).encode("utf-8") + b"\n")
-
-    def add_line(self, line: bytes) -> None:
-        """Append one line as it is.
+        """Keep the record of prompt `index`: on disk, whole, when this returns.
 
         Raises:
-            RunError: the disk is full, or the file is no longer what this run has written.
+            RunError: the disk is full, or a file is no longer what this run has written.
         """
-        check_own(self._out, self._own, self._size, "batch")
-        view = memoryview(line)
-        try:
-            while view:
-                view = view[os.write(self._out, view) :]
-        except OSError as error:
-            raise write_error(self._own, error, "the same command then goes on") from error
-        self._size += len(line)
+        line = json.dumps(record, ensure_ascii=False, allow_nan=False).encode("utf-8") + b"\n"
+        if self.shard.world > 1:
+            self._own.add(line)
+            return
+        self._waiting[index] = line
+        self._catch_up()
+        if index in self._waiting:
+            if self._ahead is None:
+                self._ahead = self._open(self._early)
+                self._cut(self._ahead)
+            self._ahead.add(line)
+
+    def _catch_up(self) -> None:
+        """Records whose turn has come take their place in OUT."""
+        while self._turn in self._waiting:
+            self._own.add(self._waiting[self._turn])
+            del self._waiting[self._turn]
+            self._turn += 1
+        if self._ahead is not None and self._ahead.size and not self._waiting:
+            self._ahead.clear()
 
     def finish(self) -> None:
         """All prompts of this process are done. Rank 0 waits for the others and writes OUT.
@@ -209,7 +212,8 @@ class Store:
         """
         if self.shard.rank > 0:
             return
-        check_own(self._out, self._own, self._size, "batch")
+        self._catch_up()
+        self._own.check()
         if self.shard.world > 1:
             watch = Watch(self.path, self.shard, self.tell)
             while missing := set(range(self.total)) - self.done:
@@ -225,25 +229,10 @@ class Store:
 
     # Reading.
 
-    def _open(self, path: Path) -> int:
-        while True:
-            try:
-                fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o666)
-            except OSError as error:
-                raise UserError(f"--output {path} cannot be written: {error.strerror}") from None
-            if not lock(fd, patient=self.shard.world > 1):
-                os.close(fd)
-                raise UserError(f"another dsbd is writing to {path}: wait for it, or give another --output")
-            if same_file(fd, path):
-                self._files.append((fd, path))
-                return fd
-            # The run before ended, and took its empty file with it, between our opening and locking.
-            os.close(fd)
-
     def _read_whole(self) -> list[bytes]:
-        lines = _lines(self.path)
+        lines = lines_of(self.path)
         for place, line in enumerate(lines):
-            if _index(line) != place or place >= self.total:
+            if index_of(line) != place or place >= self.total:
                 raise UserError(f"{self.path} line {place + 1} is no record of this batch: give another "
                                 "--output, or move that file away")  # fmt: skip
         return lines
@@ -251,14 +240,14 @@ class Store:
     def _read_parts(self) -> dict[int, bytes]:
         found: dict[int, bytes] = {}
         for part in self._part_paths():
-            for line in _lines(part):
-                index = _index(line)
+            for line in lines_of(part):
+                index = index_of(line)
                 if index is not None and index < self.total:
                     found[index] = line
         return found
 
     def _part_paths(self) -> list[Path]:
-        name = re.compile(re.escape(self.path.name) + r"\.rank-\d+-of-\d+")
+        name = re.compile(re.escape(self.path.name) + r"\.(early|rank-\d+-of-\d+)")
         return sorted(entry for entry in self.path.absolute().parent.iterdir() if name.fullmatch(entry.name))
 
     def _read_sidecar(self) -> dict[str, Any] | None:
@@ -273,23 +262,11 @@ class Store:
         return facts
 
 
-def _lines(path: Path) -> list[bytes]:
-    """The whole records of a file, less a torn last line."""
+def _has_bytes(path: Path) -> bool:
     try:
-        lines = path.read_bytes().splitlines(keepends=True)
+        return path.stat().st_size > 0
     except FileNotFoundError:
-        return []
-    if lines and not (lines[-1].endswith(b"\n") and _index(lines[-1]) is not None):
-        lines.pop()
-    return lines
-
-
-def _index(line: bytes) -> int | None:
-    try:
-        index = json.loads(line)["index"]
-    except (ValueError, KeyError, TypeError, RecursionError):
-        return None
-    return index if type(index) is int and index >= 0 else None
+        return False
 
 
 def _differences(there: Mapping[str, Any], here: Mapping[str, Any], seed_given: bool) -> str:

@@ -2,47 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import sys
 import time
 from collections.abc import Iterable, Mapping
 from typing import Any, Protocol
 
 from dsbd_cli.ui import waiting
-from dsbd_cli.ui.look import folded, moves_cursor, unicode_terminal
+from dsbd_cli.ui.look import folded, moves_cursor
+from dsbd_cli.ui.screen import Screen
 
 EVERY_S = 30.0
 _ROWS = 14
-
-
-class Screen:
-    """stderr that may go away: what cannot be written is lost, and the run goes on."""
-
-    def __init__(self, stream: Any = None) -> None:
-        self._stream = stream if stream is not None else sys.stderr
-
-    def write(self, text: str) -> int:
-        with contextlib.suppress(OSError, ValueError):
-            self._stream.write(text)
-        return len(text)
-
-    def flush(self) -> None:
-        with contextlib.suppress(OSError, ValueError):
-            self._stream.flush()
-
-    def isatty(self) -> bool:
-        try:
-            return bool(self._stream.isatty())
-        except (OSError, ValueError):
-            return False
-
-    def fileno(self) -> int:
-        return int(self._stream.fileno())
-
-    @property
-    def encoding(self) -> str:
-        given = getattr(self._stream, "encoding", None) or "utf-8"
-        return given if unicode_terminal(given) else "ascii"
 
 
 def tell(line: str) -> None:

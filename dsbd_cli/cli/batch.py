@@ -14,6 +14,7 @@ from dsbd_cli.cli.options import Chosen
 from dsbd_cli.cli.output import Out
 from dsbd_cli.errors import UserError
 from dsbd_cli.tally import NO_FOREST_PAYS, ratio
+from dsbd_cli.ui.look import is_terminal, panel_stream
 
 if TYPE_CHECKING:
     from dsbd_cli.result import Result
@@ -53,7 +54,7 @@ def many(
             raise UserError(f"{name} - is no file: for stdin and stdout there is --lines")
     check_batch(batch)
     begin = time.monotonic()
-    results = _from_stdin(chosen, tell, json, batch) if source is None or output is None else _from_file(
+    results = _from_stdin(chosen, tell, json, quiet, batch) if source is None or output is None else _from_file(
         chosen, source, output, tell, quiet, batch)  # fmt: skip
     if stats:
         print_totals(results, time.monotonic() - begin)
@@ -69,7 +70,9 @@ def check_batch(batch: str) -> None:
         raise UserError(f"--batch must be auto or a whole number from 1 to {_MOST}, not {batch}")
 
 
-def _from_stdin(chosen: Chosen, tell: Callable[[str], None], json: bool, batch: str) -> list[Result]:
+def _from_stdin(
+    chosen: Chosen, tell: Callable[[str], None], json: bool, quiet: bool, batch: str
+) -> list[Result]:
     from dsbd_cli.batch.run import run_lines
     from dsbd_cli.cli.stdin import arriving_lines
 
@@ -79,17 +82,22 @@ def _from_stdin(chosen: Chosen, tell: Callable[[str], None], json: bool, batch: 
     for line in chosen.notes(decoder):
         tell(line)
     write = Out().write_json
-    return run_lines(decoder, decoder.settings, arriving_lines, write, tell, json=json, batch=batch)
+    # At a terminal the answers themselves show how it goes, and a bar would stand among them.
+    bar = not is_terminal(sys.stdout) and _bar(quiet)
+    return run_lines(decoder, decoder.settings, arriving_lines, write, tell, json=json, batch=batch, bar=bar)
 
 
 def _from_file(
     chosen: Chosen, source: Path, output: Path, tell: Callable[[str], None], quiet: bool, batch: str
 ) -> list[Result]:
     from dsbd_cli.batch.run import run_file
-    from dsbd_cli.ui.look import panel_stream
 
-    bar = not quiet and panel_stream() is sys.stderr
-    return run_file(chosen, source, output, tell, bar=bar, batch=batch)
+    return run_file(chosen, source, output, tell, bar=_bar(quiet), batch=batch)
+
+
+def _bar(quiet: bool) -> bool:
+    """Whether progress is drawn."""
+    return not quiet and panel_stream() is sys.stderr
 
 
 def print_totals(results: list[Result], seconds: float) -> None:

@@ -11,6 +11,7 @@ from dsbd_cli.paths import write_error
 from dsbd_cli.ui import waiting
 from dsbd_cli.ui.look import columns_of, folded, is_terminal
 from dsbd_cli.ui.safe import escaped, escaped_json
+from dsbd_cli.ui.screen import Screen
 
 if TYPE_CHECKING:
     from dsbd_cli.ui.wrapping import Wrapping
@@ -88,12 +89,14 @@ def print_answer(text: str) -> None:
 
 
 def note(line: str) -> None:
-    """A note for the person at the terminal; never on stdout."""
+    """A note for the person at the terminal; never on stdout. Where nobody reads it, nothing ends for it."""
     line = f"dsbd: {line}"
     if is_terminal(sys.stderr):
         line = folded(escaped(line), sys.stderr)
+    screen = Screen()
     with waiting.above():
-        print(line, file=sys.stderr, flush=True)
+        screen.write(line + "\n")
+        screen.flush()
 
 
 def figures(lines: Iterable[str]) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import io
+import os
 import re
+import sys
 import time
 from types import SimpleNamespace
 from typing import Any
@@ -54,6 +56,74 @@ def test_the_time_left_counts_what_is_under_way(monkeypatch: pytest.MonkeyPatch)
     assert again._bar.tasks[0].fields["left"] == "0:00:03"
     again.step(result())
     assert again._bar.tasks[0].fields["left"] == "0:00:00"
+
+
+def load(running: int = 8, reading: int = 0, tokens: int = 0) -> Load:
+    return Load(running, 0, 750, 1000, reading, tokens)
+
+
+def test_a_bar_shows_what_is_under_way_before_the_first_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    progress = BatchProgress(40, 0, lambda line: None, bar=True)
+    fields = progress._bar.tasks[0].fields
+    progress.pulse(lambda: load(reading=8))
+    assert (fields["speed"], fields["left"]) == ("", "-:--:--")
+    assert fields["load"].startswith("reading 8 prompts")
+    now[0] += 2.0
+    progress.pulse(lambda: load(reading=1, tokens=100))
+    assert (fields["speed"], fields["left"]) == ("50.0 tok/s", "-:--:--")
+    assert fields["load"].startswith("8 under way")
+    # Rounds come by the hundred a second; nobody reads that fast.
+    now[0] += 0.05
+    progress.pulse(lambda: pytest.fail("too soon"))
+    # An answer is there: its tokens are counted once, beside those of the others.
+    now[0] += 0.95
+    progress.step(result(), load(running=7, tokens=110))
+    assert fields["speed"] == "250.0 tok/s"
+
+
+def test_without_a_bar_a_line_comes_soon_and_then_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, told = [100.0], []
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    with BatchProgress(40, 3, told.append, bar=False) as progress:
+        now[0] += 1.9
+        progress.pulse(lambda: pytest.fail("too soon"))
+        progress.step(result(), load(tokens=5))
+        now[0] += 0.2
+        progress.pulse(lambda: load(tokens=410))
+        now[0] += 29.0
+        progress.step(result(), load())
+        assert told == ["4/40 prompts, 2 s, 500.0 tok/s, 8 under way"]
+        now[0] += 2.0
+        progress.step(result(), load(running=1, reading=1))
+        now[0] += 10.0
+    assert told[1:] == [
+        "6/40 prompts, 33 s, 58.0 tok/s, reading 1 prompt",
+        "6/40 prompts, 43 s, 44.5 tok/s",
+    ]
+
+
+def test_a_stream_has_no_end_to_count_to() -> None:
+    progress = BatchProgress(None, 0, lambda line: None, bar=True)
+    progress.step(result(), load())
+    screen = Console(file=io.StringIO(), width=100, force_terminal=True, color_system=None)
+    screen.print(progress._bar.get_renderable())
+    (line,) = screen.file.getvalue().splitlines()  # type: ignore[attr-defined]
+    assert "1/?" in line
+    assert "8 under way" in line
+    assert ":" not in line
+
+
+def test_a_screen_that_goes_away_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    reading, writing = os.pipe()
+    with os.fdopen(writing, "w") as gone:
+        os.close(reading)
+        monkeypatch.setattr(sys, "stderr", gone)
+        with BatchProgress(40, 0, lambda line: None, bar=True) as progress:
+            progress._bar.console._force_terminal = True
+            progress.step(result(), load())
+            progress._bar.refresh()
 
 
 def test_what_is_most_telling_stays_longest() -> None:

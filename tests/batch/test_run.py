@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,8 @@ from dsbd_cli import Decoder, Settings
 from dsbd_cli.batch.decode import Running, decode_items
 from dsbd_cli.batch.items import Item, item_seed
 from dsbd_cli.batch.run import run_file, weights
-from dsbd_cli.errors import RunError, UserError
+from dsbd_cli.errors import RunError, Stopped, UserError
+from dsbd_cli.many import Answer, Batch
 from dsbd_cli.prices.store import Kept
 from dsbd_cli.prices.table import Curve, Prices
 from tests import builders
@@ -140,6 +142,69 @@ def test_a_run_that_breaks_keeps_what_it_has_and_goes_on(
     run_file(chosen, source, out, told.append, bar=False)
     assert "3 of 6 prompts are done already: going on" in told
     assert unmeasured(out) == unmeasured(whole)
+
+
+def overtaken(monkeypatch: pytest.MonkeyPatch, order: list[int], after: Callable[[], None]) -> None:
+    """Answers come in this order, by the place in what is asked; `after` is called behind each. Then Ctrl-C."""
+    real = Batch.answers
+
+    def answers(self: Batch, *asked: Any) -> Iterator[Answer]:
+        found = {answer.index: answer for answer in real(self, *asked)}
+        for index in order:
+            yield found[index]
+            after()
+        if len(order) < len(found):
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(Batch, "answers", answers)
+
+
+def test_what_overtook_a_slow_prompt_survives_an_interruption(
+    decoder: Decoder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, out, whole = prompts(tmp_path), tmp_path / "out" / "o.jsonl", tmp_path / "whole.jsonl"
+    out.parent.mkdir()
+    chosen: Any = Loaded(decoder, SETTINGS)
+    run_file(chosen, source, whole, lambda line: None, bar=False)
+    # The slow one is the second; twice in a row, since what was kept must outlive the next interruption too.
+    for order, there in (([0, 3, 5], 3), ([2], 4)):
+        with monkeypatch.context() as patch:
+            overtaken(patch, order, lambda: None)
+            with pytest.raises(Stopped, match=f"stopped with {there} of 6 prompts; the same command goes on"):
+                run_file(chosen, source, out, lambda line: None, bar=False)
+        assert [json.loads(line)["index"] for line in out.read_text().splitlines()] == [0]
+    told: list[str] = []
+    results = run_file(chosen, source, out, told.append, bar=False)
+    assert "4 of 6 prompts are done already: going on" in told
+    assert len(results) == 2
+    assert unmeasured(out) == unmeasured(whole)
+    assert sorted(path.name for path in out.parent.iterdir()) == ["o.jsonl", "o.jsonl.run.json"]
+
+
+def test_an_answer_is_in_the_output_as_soon_as_those_before_it_are(
+    decoder: Decoder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, out = prompts(tmp_path, 4), tmp_path / "out.jsonl"
+    seen: list[int] = []
+    overtaken(monkeypatch, [1, 0, 3, 2], lambda: seen.append(len(out.read_text().splitlines())))
+    run_file(Loaded(decoder, SETTINGS), source, out, lambda line: None, bar=False)  # type: ignore[arg-type]
+    assert seen == [0, 2, 2, 4]
+
+
+@pytest.mark.parametrize("bar", [False, True])
+def test_processes_that_share_a_terminal_draw_one_bar(
+    decoder: Decoder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bar: bool
+) -> None:
+    source, out, whole = prompts(tmp_path, 4), tmp_path / "out.jsonl", tmp_path / "whole.jsonl"
+    chosen: Any = Loaded(decoder, SETTINGS)
+    run_file(chosen, source, whole, lambda line: None, bar=False)
+    (tmp_path / "whole.jsonl.run.json").rename(tmp_path / "out.jsonl.run.json")
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setattr("dsbd_cli.batch.progress._bar", lambda *_: pytest.fail("a second bar"))
+    told: list[str] = []
+    assert len(run_file(chosen, source, out, told.append, bar=bar)) == 2
+    assert [line for line in told if line.startswith("2/2 prompts")] == ([] if bar else told[-1:])
 
 
 def test_a_drawn_seed_is_kept_for_the_resume(decoder: Decoder, tmp_path: Path) -> None:

@@ -31,6 +31,11 @@ def record(index: int, text: str = "x") -> dict[str, Any]:
     return {"index": index, "text": text}
 
 
+def append(path: Path, line: bytes) -> None:
+    with path.open("ab") as file:
+        file.write(line)
+
+
 def indices(path: Path) -> list[int]:
     return [json.loads(line)["index"] for line in path.read_text().splitlines()]
 
@@ -52,8 +57,8 @@ def test_a_torn_last_line_is_dropped_with_a_notice(tmp_path: Path, torn: bytes) 
     store = opened(path)
     store.claim(FACTS, True)
     store.add(0, record(0))
-    store.add_line(torn)
     store.close()
+    append(path, torn)
     told = Told()
     again = opened(path, told=told)
     assert again.done == {0}
@@ -149,8 +154,8 @@ def test_brackets_too_deep_are_no_record_and_no_sidecar(tmp_path: Path) -> None:
     store = opened(path)
     store.claim(FACTS, True)
     store.add(0, record(0))
-    store.add_line(deep)
     store.close()
+    append(path, deep)
     again = opened(path)
     assert again.done == {0}
     again.close()
@@ -247,16 +252,117 @@ def test_what_ranks_left_is_taken_over_by_one_process(tmp_path: Path) -> None:
     single = opened(path, 6)
     assert single.claim(FACTS, True) == 3
     assert single.done == {1, 5}
-    for index in range(6):
-        line = single.kept(index)
-        if line is not None:
-            single.add_line(line)
-        else:
-            single.add(index, record(index))
+    for index in (0, 2, 3, 4):
+        single.add(index, record(index))
     single.finish()
     single.close()
     assert indices(path) == list(range(6))
     assert not list(tmp_path.glob("*.rank-*"))
+
+
+def test_records_before_their_turn_wait_in_a_file_of_their_own(tmp_path: Path) -> None:
+    path, early = tmp_path / "out.jsonl", tmp_path / "out.jsonl.early"
+    store = opened(path, 6)
+    store.claim(FACTS, True)
+    for index, there, waits in ((2, [], [2]), (1, [], [2, 1]), (0, [0, 1, 2], []), (5, [0, 1, 2], [5])):
+        store.add(index, record(index))
+        assert (indices(path), indices(early)) == (there, waits)
+    store.close()
+    # A run that ends here leaves what the next one needs, and that one what the one after it needs.
+    again = opened(path, 6)
+    assert again.claim(FACTS, True) == 3
+    assert again.done == {0, 1, 2, 5}
+    again.add(4, record(4))
+    again.close()
+    assert (indices(path), indices(early)) == ([0, 1, 2], [5, 4])
+    last = opened(path, 6)
+    last.claim(FACTS, True)
+    last.add(3, record(3))
+    assert indices(path) == list(range(6))
+    last.finish()
+    last.close()
+    assert sorted(os.listdir(tmp_path)) == ["out.jsonl", "out.jsonl.run.json"]
+
+
+def test_nothing_is_left_of_records_that_only_waited_for_a_moment(tmp_path: Path) -> None:
+    path = tmp_path / "out.jsonl"
+    store = opened(path)
+    store.claim(FACTS, True)
+    for index in (1, 0):
+        store.add(index, record(index))
+    store.close()
+    assert sorted(os.listdir(tmp_path)) == ["out.jsonl", "out.jsonl.run.json"]
+
+
+@pytest.mark.parametrize("torn", [b'{"index": 3, "te', b"\x00\x00\x00"])
+def test_a_torn_record_before_its_turn_spoils_none_that_comes_after_it(tmp_path: Path, torn: bytes) -> None:
+    path, early = tmp_path / "out.jsonl", tmp_path / "out.jsonl.early"
+    store = opened(path)
+    store.claim(FACTS, True)
+    store.add(2, record(2))
+    store.close()
+    append(early, torn)
+    told = Told()
+    again = opened(path, told=told)
+    assert again.done == {2}
+    again.add(1, record(1))
+    assert told == ["dropped a torn last line of out.jsonl.early: its prompt is done again"]
+    again.close()
+    last = opened(path)
+    assert last.done == {1, 2}
+    last.close()
+
+
+def test_all_that_is_left_to_do_is_to_put_records_in_their_place(tmp_path: Path) -> None:
+    path = tmp_path / "out.jsonl"
+    stores = [opened(path, 4, Shard(rank, 2)) for rank in range(2)]
+    stores[0].claim(FACTS, True)
+    for index in range(4):
+        stores[index % 2].add(index, record(index))
+    for store in stores:
+        store.close()
+    single = opened(path)
+    single.claim(FACTS, True)
+    single.finish()
+    single.close()
+    assert indices(path) == [0, 1, 2, 3]
+    assert sorted(os.listdir(tmp_path)) == ["out.jsonl", "out.jsonl.run.json"]
+
+
+def test_ranks_take_over_what_one_process_had_before_its_turn(tmp_path: Path) -> None:
+    path = tmp_path / "out.jsonl"
+    single = opened(path)
+    single.claim(FACTS, True)
+    for index in (0, 2):
+        single.add(index, record(index, "from one"))
+    single.close()
+    stores = [opened(path, 4, Shard(rank, 2)) for rank in range(2)]
+    for store in stores:
+        assert store.done == {0, 2}
+    assert stores[0].claim(FACTS, True) == 3
+    for index in (3, 1):
+        stores[1].add(index, record(index))
+    for store in reversed(stores):
+        store.finish()
+        store.close()
+    assert [json.loads(line)["text"] for line in path.read_text().splitlines()] == ["from one", "x"] * 2
+    assert sorted(os.listdir(tmp_path)) == ["out.jsonl", "out.jsonl.run.json"]
+
+
+@pytest.mark.parametrize("part", ["early", "rank-1-of-2"])
+def test_parts_of_a_run_that_nothing_tells_of_are_not_taken_for_another(tmp_path: Path, part: str) -> None:
+    """OUT and its sidecar deleted to start again, the part beside them overlooked."""
+    path, left = tmp_path / "out.jsonl", tmp_path / f"out.jsonl.{part}"
+    left.write_text(json.dumps(record(1, "of another run")) + "\n")
+    with pytest.raises(UserError, match=rf"out\.jsonl\.{part} is there, but not out\.jsonl\.run\.json"):
+        opened(path)
+    assert sorted(os.listdir(tmp_path)) == [left.name]
+    # Beside its sidecar it is of a run, and all that has to go is named.
+    (tmp_path / "out.jsonl.run.json").write_text(json.dumps(FACTS))
+    store = opened(path)
+    with pytest.raises(UserError, match=rf"delete it, {left.name} and out\.jsonl\.run\.json to start again"):
+        store.claim(FACTS | {"seed": 4}, True)
+    store.close()
 
 
 def test_a_whole_file_is_there_or_not_at_all(tmp_path: Path) -> None:

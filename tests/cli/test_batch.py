@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -172,6 +173,19 @@ def test_torchrun_shares_the_prompts_out(models: Models, tmp_path: Path) -> None
                              capture_output=True, text=True)  # fmt: skip
     assert refused.returncode == 2
     assert "--lines is for one process" in refused.stderr
+
+
+@pytest.mark.parametrize("screen", [False, True])
+@pytest.mark.parametrize("quiet", [[], ["-q"]])
+def test_lines_draw_progress_where_it_does_not_stand_among_the_answers(
+    dsbd: Call, models: Models, monkeypatch: pytest.MonkeyPatch, screen: bool, quiet: list[str]
+) -> None:
+    drawn: list[bool] = []
+    monkeypatch.setattr("dsbd_cli.cli.batch.panel_stream", lambda: sys.stderr)
+    monkeypatch.setattr("dsbd_cli.cli.batch.is_terminal", lambda stream: screen)
+    monkeypatch.setattr("dsbd_cli.batch.run.run_lines", lambda *_, bar, **__: drawn.append(bar) or [])
+    assert dsbd("generate", "--lines", *pair(models("says", "A")), *quiet).code == 0
+    assert drawn == [not screen and not quiet]
 
 
 @pytest.mark.parametrize("batch", ["0", "4097", "1e3", "-1", "٣", "", "9" * 5000])

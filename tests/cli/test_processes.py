@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -97,6 +98,93 @@ def test_ctrl_c_while_streaming(endless: list[str], times: int) -> None:
     assert out.endswith((b"so\n", b"on\n"))
     assert b"Traceback" not in err
     assert err.decode().splitlines()[-1] == "dsbd: stopped"
+
+
+@pytest.fixture(scope="module")
+def uneven(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """A target that says one word, and after a prompt that ends with x never comes to an end."""
+    folder = tmp_path_factory.mktemp("uneven")
+    so, on, done, x = range(builders.VOCAB, builders.VOCAB + 4)
+    table = builders.torch.zeros(x + 1, x + 1)
+    table[:so, done] = table[done, 1] = table[x, so] = 1
+    table[so, so] = table[so, on] = table[on, so] = table[on, on] = 0.5
+    builders.markov(folder, table, ["so ", "on ", "done", "x"], max_position_embeddings=1_000_000)
+    return ["--target", str(folder), "--method", "multinomial", "--max-new-tokens", "20000"]
+
+
+def lines_in(path: Path) -> list[bytes]:
+    return path.read_bytes().splitlines() if path.exists() else []
+
+
+@pytest.mark.parametrize(
+    ("sent", "code", "at_a_time"),
+    [(signal.SIGINT, 130, "auto"), (signal.SIGTERM, 143, "3"), (signal.SIGKILL, -9, "auto")],
+)
+def test_what_a_batch_has_done_behind_a_slow_first_prompt_outlives_its_end(
+    uneven: list[str], tmp_path: Path, sent: signal.Signals, code: int, at_a_time: str
+) -> None:
+    source, out, early = tmp_path / "in.txt", tmp_path / "out", tmp_path / "out.early"
+    source.write_text("x\na\nb\nc\nd\n")
+    command = ["generate", *uneven, "--input", str(source), "--output", str(out), "--batch", at_a_time]
+    process = start(*command)
+    end = time.monotonic() + 60
+    while len(lines_in(early)) < 4 and time.monotonic() < end:
+        time.sleep(0.05)
+    process.send_signal(sent)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == code
+    assert lines_in(out) == []
+    said = err.decode().splitlines()
+    assert sent == signal.SIGKILL or said[-1] == "dsbd: stopped with 4 of 5 prompts; the same command goes on"
+    # The rest alone is left to do.
+    again = start(*command)
+    assert again.stderr is not None
+    assert again.stderr.readline() == b"dsbd: 4 of 5 prompts are done already: going on\n"
+    assert b"1 under way" in again.stderr.readline() + again.stderr.readline()
+    again.send_signal(signal.SIGINT)
+    _, err = again.communicate(timeout=60)
+    assert again.returncode == 130
+    assert err.decode().splitlines() == ["dsbd: stopped with 4 of 5 prompts; the same command goes on"]
+    assert sorted(json.loads(line)["index"] for line in lines_in(early)) == [1, 2, 3, 4]
+
+
+def test_progress_is_there_long_before_the_first_answer(uneven: list[str], tmp_path: Path) -> None:
+    (tmp_path / "in.txt").write_text("x\nx\n")
+    command = program("generate", *uneven, "--input", tmp_path / "in.txt", "--output", tmp_path / "out")
+    terminal = Terminal(command, env=environment(TERM="xterm", LANG="C.UTF-8"))
+    assert terminal.until(lambda output: b"2 under way" in output and b"tok/s" in output, 120)
+    terminal.send(b"\x03")
+    assert terminal.finish() == 130
+    assert "stopped with 0 of 2 prompts; the same command goes on" in terminal.text
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["in.txt", "out.run.json"]
+
+
+def test_lines_say_how_far_they_were(uneven: list[str]) -> None:
+    process = start("generate", *uneven, "--lines", stdin=subprocess.PIPE)
+    assert process.stdin is not None
+    assert process.stdout is not None
+    process.stdin.write(b"a\nx\nb\n")
+    process.stdin.flush()
+    assert process.stdout.readline() == b'"done"\n'
+    time.sleep(0.5)  # it counts what it has written
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    assert (process.returncode, out) == (130, b"")
+    assert (
+        err.decode().splitlines()[-1] == "dsbd: stopped after 1 line; --input with --output can go on later"
+    )
+
+
+def test_notes_that_nobody_reads_cost_a_batch_no_answers(models: Models, tmp_path: Path) -> None:
+    source, out = tmp_path / "in.txt", tmp_path / "out"
+    source.write_text("a\nb\nc\n")
+    # More tokens than its context holds: a note with the first prompt.
+    process = start("generate", *pair(models("says", "A")), "--max-new-tokens", "100000", "--input", str(source),
+                    "--output", str(out), "--batch", "1")  # fmt: skip
+    assert process.stderr is not None
+    process.stderr.close()
+    assert process.wait(60) == 0
+    assert [json.loads(line)["index"] for line in lines_in(out)] == [0, 1, 2]
 
 
 def test_ctrl_c_while_loading() -> None:

@@ -386,11 +386,11 @@ class Folder(RuleBasedStateMachine):
         path = self.folder / name
         if path.is_file() and path.stat().st_size > count:
             os.truncate(path, path.stat().st_size - count)
-            self.outputs[name].least = len(whole_lines(path))
+            self.outputs[name].least = len(kept(path))
 
     @rule(name=st.sampled_from(OUTPUTS))
     def clear(self, name: str) -> None:
-        for path in (self.folder / name, self.folder / f"{name}.run.json"):
+        for path in (self.folder / f"{name}{end}" for end in ("", ".run.json", ".early")):
             path.unlink(missing_ok=True)
         self.outputs[name] = Output()
 
@@ -421,27 +421,31 @@ class Folder(RuleBasedStateMachine):
         known = self.outputs[name]
         before = whole_lines(self.folder / name)
         raw = (self.folder / name).read_bytes() if (self.folder / name).is_file() else b""
+        had = kept(self.folder / name)
         ended = self.call(command, fault)
         after = whole_lines(self.folder / name)
         event(f"batch with {fault.kind} ended by {ended.code}")
+        has = kept(self.folder / name)
         assert after[: len(before)] == before, "records were lost or changed"
+        assert had.items() <= has.items(), "records before their turn were lost or changed"
         refused = ended.code == 2 and "prompts were refused" not in ended.err
         if refused:
             # At most the torn end of the last line goes.
-            kept = (self.folder / name).read_bytes() if (self.folder / name).is_file() else b""
-            assert raw.startswith(kept)
+            left = (self.folder / name).read_bytes() if (self.folder / name).is_file() else b""
+            assert raw.startswith(left)
             assert len(ended.lines) == 1 + ended.err.count("dropped a torn") + ended.err.count(
                 "special token"
             ), ended
             return
-        if not before and (len(after) or ended.code == 0):
+        if not had and (has or ended.code == 0):
             known.run, known.options = self.sidecar(name), command
-        known.least = len(after)
+        known.least = len(has)
         if after:
             self.matches(name, after, command, ended)
         if fault.kind == "none" and ended.code is not None:
             assert ended.code in (0, 2), ended
             assert len(after) == self.sidecar(name)["input"]["prompts"]
+            assert not (self.folder / f"{name}.early").exists()
         if fault.kind.startswith("full") and ended.code == 1:
             assert sum("no space left for" in line and name in line for line in ended.lines) == 1, ended
         if ended.code == 130:
@@ -555,7 +559,7 @@ class Folder(RuleBasedStateMachine):
     @invariant()
     def nothing_is_left_behind(self) -> None:
         known = {"t", "d", "cache", "trace", "page.html", *INPUTS, *PRESETS, *OUTPUTS}
-        known |= {f"{name}.run.json" for name in OUTPUTS}
+        known |= {f"{name}{end}" for name in OUTPUTS for end in (".run.json", ".early")}
         left = {path.name for path in self.folder.iterdir()} - known
         # A process that was killed cannot take its draft with it; the name says whose it was.
         assert not {name for name in left if not (name.startswith(".") and name.endswith(".tmp"))}, left
@@ -563,7 +567,7 @@ class Folder(RuleBasedStateMachine):
     @invariant()
     def no_record_is_lost(self) -> None:
         for name, known in self.outputs.items():
-            assert len(whole_lines(self.folder / name)) >= known.least
+            assert len(kept(self.folder / name)) >= known.least
 
 
 def whole_lines(path: Path) -> list[bytes]:
@@ -580,6 +584,12 @@ def whole_lines(path: Path) -> list[bytes]:
             break
         found.append(line)
     return found
+
+
+def kept(path: Path) -> dict[int, bytes]:
+    """Complete records of an output by their index, those before their turn too."""
+    early = path.with_name(f"{path.name}.early")
+    return {json.loads(line)["index"]: line for line in (*whole_lines(early), *whole_lines(path))}
 
 
 def unmeasured_result(out: bytes) -> dict[str, Any]:
