@@ -25,10 +25,13 @@ class PairPrices:
 
     Args:
         target, draft: prefilled again after a `look_up` that measures.
+        taken: called where that is about to be: whoever decodes with them has lost what they hold.
     """
 
-    def __init__(self, target: HfTreeModel, draft: HfTreeModel | None) -> None:
-        self._target, self._draft = target, draft
+    def __init__(
+        self, target: HfTreeModel, draft: HfTreeModel | None, taken: Callable[[], None] = lambda: None
+    ) -> None:
+        self._target, self._draft, self._taken = target, draft, taken
         self._found: dict[str, store.Kept] = {}
         self._captured: store.Kept | None = None
         self._host: tuple[HostPrices | None] | None = None
@@ -70,7 +73,7 @@ class PairPrices:
         """
         if again and self._target.captured:
             self._host = (self._measured_host(again=True),)
-        found = store.kept_or_measured(self.facts(), lambda: measure(self._target, self._draft), again=again)
+        found = store.kept_or_measured(self.facts(), self._measured, again=again)
         self._found[AUTO] = found
         return found
 
@@ -103,6 +106,16 @@ class PairPrices:
         if self._host is None:
             self._host = (self._measured_host(),)
         return self._host[0]
+
+    def _measured(self) -> Prices:
+        models = [model for model in (self._target, self._draft) if model is not None]
+        self._taken()
+        for model in models:
+            model.whole = False
+        prices = measure(self._target, self._draft)
+        for model in models:
+            model.whole = True
+        return prices
 
     def _measured_host(self, *, again: bool = False) -> HostPrices | None:
         def found() -> HostPrices | None:
