@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +39,7 @@ from dsbd_cli.prices.pair import PairPrices
 from dsbd_cli.prompts import Prompt, encode
 from dsbd_cli.result import Result
 from dsbd_cli.settings import DRAFTING, Settings, never_passes
+from dsbd_cli.steps import Owner, Steps
 from dsbd_cli.text import Detokenizer
 
 
@@ -49,6 +50,7 @@ class Decoder:
         pair: the loaded models and their tokenizer.
         settings: used where a call gives none.
         detokenize: ids -> text, as the results show it.
+        step: whatever uses the models goes through it.
     """
 
     def __init__(self, pair: Pair, settings: Settings | None = None) -> None:
@@ -57,19 +59,19 @@ class Decoder:
         self.detokenize = Detokenizer(pair.tokenizer)
         self.target = _tree_model(pair.target, pair, "target")
         self.draft = _tree_model(pair.draft, pair, "draft") if pair.draft is not None else None
-        self.prices = PairPrices(self.target, self.draft)
+        self.step = Steps(self._models, self._let_go)
+        self.prices = PairPrices(self.target, self.draft, self.step.take)
         self.buffers: Buffers | None = None  # of the last batch
         self._path: PathModel | None = None
         self.engines = Engines()
         self._choice: Choice | None = None
-        # The caches are one run's at a time: of that which began last.
-        self._lock, self._latest = threading.RLock(), object()
 
     @property
     def notes(self) -> list[str]:
         """What a user should know before anything is decoded: of the pair, and of a format asked for in vain."""
         asked = self.pair.target.int8_activations
-        in_vain = asked and not self.target.int8_activations  # asks the self-test, which tells why
+        with self.step.lock:
+            in_vain = asked and not self.target.int8_activations  # asks the self-test, which tells why
         return [*self.pair.notes, *(self.target.in_vain if in_vain else [])]
 
     def describe(self) -> dict[str, str]:
@@ -132,11 +134,8 @@ class Decoder:
             UserError: settings or prompt that cannot work with this pair.
             RunError: non-finite logits.
         """
-        with self._lock:
-            for event in self.stream(prompt, settings, energy=energy):
-                if isinstance(event, Finished):
-                    return event.result
-        raise AssertionError("a stream ends with Finished")
+        events = self._events(prompt, settings or self.settings, Owner(), False, energy)
+        return self.step(partial(_result, events))
 
     def stream(
         self, prompt: Prompt, settings: Settings | None = None, *, reuse: bool = False, energy: bool = True
@@ -150,23 +149,13 @@ class Decoder:
                 the caches; off, because then a result does not depend on what was decoded before.
             energy: measure it; off where the caller does, for reading a card's counter takes a while.
         """
-        mine = object()
-        events, begun = self._events(prompt, settings or self.settings, mine, reuse, energy), False
-        while True:
-            with self._lock:
-                if begun and self._latest is not mine:
-                    raise UserError(
-                        "another prompt was begun on this Decoder before this one had ended: decode them one after "
-                        "the other, with generate_many, or on a Decoder each"
-                    )
-                event = next(events, None)
-                begun = begun or self._latest is mine
-            if event is None:
-                return
+        mine = Owner()
+        following = partial(next, self._events(prompt, settings or self.settings, mine, reuse, energy), None)
+        while (event := self.step(following, mine)) is not None:
             yield event
 
     def _events(
-        self, prompt: Prompt, settings: Settings, mine: object, reuse: bool, energy: bool
+        self, prompt: Prompt, settings: Settings, mine: Owner, reuse: bool, energy: bool
     ) -> Iterator[Event]:
         """What `stream` yields; `mine` stands for its run from when it takes the caches."""
         plan = self.plan(prompt, settings)
@@ -178,8 +167,16 @@ class Decoder:
                 yield Notice(line)
             for note in self.prices.look_up(settings).notes:
                 yield Notice(note)
-        self._latest = mine
+        self.step.take(mine)
         yield from Generation(self, plan, self.ready(settings), draft, reuse).events(energy)
+
+    def _models(self) -> list[HfTreeModel]:
+        return [self.target] if self.draft is None else [self.target, self.draft]
+
+    def _let_go(self) -> None:
+        """Keep nothing but the models."""
+        self.engines.release()
+        self._path = self.buffers = None
 
     def generate_many(
         self, prompts: Iterable[Prompt], settings: Settings | Sequence[Settings] | None = None, *,
@@ -285,7 +282,8 @@ class Decoder:
             UserError: an architecture that trees do not serve.
         """
         models = {"target": self.target} | ({"draft": self.draft} if self.draft is not None else {})
-        return {role: model.verdict()._asdict() for role, model in models.items()}
+        with self.step.lock:
+            return {role: model.verdict()._asdict() for role, model in models.items()}
 
     def keep_packed(self, places: Mapping[str, Place]) -> None:
         """Keep weights as forwards in C read them, by role, for the next start of the same pair."""
@@ -314,6 +312,14 @@ class Decoder:
             | ({"vocab": len(ids)} if role == "draft" and (ids := self.pair.draft_ids) is not None else {})
             for role, (loaded, tree) in pair.items()
         }
+
+
+def _result(events: Iterator[Event]) -> Result:
+    """The result of a run, which ends with it."""
+    for event in events:
+        if isinstance(event, Finished):
+            return event.result
+    raise AssertionError("a run ends with Finished")
 
 
 def _paired(prompts: Iterable[Prompt], settings: Iterable[Settings]) -> Iterator[tuple[Prompt, Settings]]:

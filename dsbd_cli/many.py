@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
+from functools import partial
 from operator import attrgetter
 from typing import Any, Protocol, TypeVar
 
@@ -32,6 +33,7 @@ from dsbd_cli.decoding import (
     forest_is_free,
     loop_of,
     most_nodes,
+    quiet,
     start,
     top_n_needed,
 )
@@ -44,6 +46,7 @@ from dsbd_cli.prices.captured import measure_captured
 from dsbd_cli.prompts import Prompt
 from dsbd_cli.result import Result
 from dsbd_cli.settings import Settings
+from dsbd_cli.steps import Steps
 
 # How many prompts at a time where nothing is said.
 _ON_CPU, _ON_GPU = 8, 64
@@ -62,14 +65,15 @@ _HOST_MS = (0.15, 0.15, 0.06)
 _FULL = "the draft's context is full: going on without a draft, same law"
 _SHARED_ENERGY = "several prompts share the forwards: measure the whole run"
 
-Asked = tuple[Prompt, Settings]
 T = TypeVar("T")
+Asked = tuple[Prompt, Settings]
 
 
 class Sharing(Host, Protocol):
     """A host whose pair many prompts may share."""
 
     buffers: Buffers | None
+    step: Steps
 
     def plan(self, prompt: Prompt, settings: Settings) -> Planned:
         """What there is to do for a prompt."""
@@ -262,17 +266,13 @@ class Batch:
         self._slots, self._tell = slots, tell or (lambda line: None)
         # Where a prompt joins it is computed while the others wait: several at a time then.
         self._group = max(1, self.size // _GROUPS) if on_gpu else 1
-        kept = decoder.buffers
-        if kept is not None and not kept.taken and (kept.size, kept.slots) == (self.size, slots):
-            kept.taken = True
-            self._buffers = kept
-        else:
-            self._buffers = Buffers(self.size, slots)
+        self._buffers = decoder.step(self._kept_buffers)
         self._members: list[_Member] = []
         self._joined: list[_Member] = []  # let in, not begun
         self._prefilling: tuple[list[_Member], Iterator[None]] | None = None
         self._waiting: tuple[int, Planned] | None = None
         self._told = False
+        self._torn = self._closed = False
 
     def __enter__(self) -> Batch:
         return self
@@ -280,16 +280,40 @@ class Batch:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    def _kept_buffers(self) -> Buffers:
+        """Those of the last batch, where nobody has them and they are of this size; or new ones."""
+        kept = self.decoder.buffers
+        if kept is None or kept.taken or (kept.size, kept.slots) != (self.size, self._slots):
+            return Buffers(self.size, self._slots)
+        kept.taken = True
+        return kept
+
     def close(self) -> None:
-        """Leave off whatever is under way."""
+        """Leave off whatever is under way; what an interruption has torn is nobody's any more."""
+        if self._closed:
+            return
+        self._closed = True
+        if not self._torn:
+            self._step(self._leave)
+        else:
+            quiet(self.decoder.target.device)  # buffers go that something in flight may write to
+        self._joined, self._members, self._prefilling = [], [], None
+        self._buffers = Buffers(self.size, self._slots)
+
+    def _leave(self) -> None:
         joining = self._prefilling[0] if self._prefilling else []
         for member in [*self._joined, *self._members, *joining]:
             member.leave()
-        self._joined, self._members, self._prefilling = [], [], None
         self._buffers.taken = False
         # Captures are dear; elsewhere memory is.
         self.decoder.buffers = self._buffers if self.decoder.target.device.type == "cuda" else None
-        self._buffers = Buffers(self.size, self._slots)
+
+    def _step(self, work: Callable[[], T]) -> T:
+        """`Steps` for what uses the buffers, which go with what an interruption has torn."""
+        self._torn = True
+        done = self.decoder.step(work)
+        self._torn = False
+        return done
 
     def load(self) -> Load:
         """How things stand."""
@@ -310,15 +334,15 @@ class Batch:
 
         Raises:
             RunError: non-finite logits.
-            UserError: what `asked` raised, once those before it are done.
+            UserError: what `asked` raised, once those before it are done; the batch was closed.
         """
         source, index, more = iter(asked), 0, True
         broken: UserError | None = None
         while more or self._members or self._prefilling or self._waiting:
-            joined: list[_Member] = []
-            self._joined = joined
+            if self._closed:
+                raise UserError("this batch was closed while its prompts were under way")
             while more and not self._waiting and self._running() < self.size:
-                if not joined and self._running() > 0 and self._running() > self.size - self._group:
+                if not self._joined and self._running() > 0 and self._running() > self.size - self._group:
                     break
                 try:
                     one = next(source, False)
@@ -331,27 +355,21 @@ class Batch:
                 else:
                     assert isinstance(one, tuple)
                     try:
-                        plan = self.decoder.plan(*one)
+                        plan = self.decoder.step(partial(self.decoder.plan, *one))
                     except UserError as error:
                         yield Answer(index, None, error)
                     else:
                         if (alone := self._alone(index, plan, one[0])) is not None:
                             yield alone
-                        elif (member := self._admit(index, plan)) is not None:
-                            joined.append(member)
+                        else:
+                            self._step(partial(self._admit, index, plan))
                     index += 1
-            if self._waiting is not None and (member := self._admit(*self._waiting)) is not None:
-                joined.append(member)
+            if self._waiting is not None:
+                self._step(partial(self._admit, *self._waiting))
             yield from self._refused()
             if pulse is not None:
                 pulse(self.load)
-            self._joined = []
-            self._prefill(joined)
-            done = [(member, member.result(member.run)) for member in self._round()]
-            for member, _ in done:  # all of them first: whoever asks may stop between two answers
-                member.leave(keep=True)
-            for member, result in done:
-                yield Answer(member.index, result, None, member.notes)
+            yield from self._step(self._served)
         if broken is not None:
             raise broken
 
@@ -368,8 +386,8 @@ class Batch:
         result = self.decoder.generate(prompt, plan.settings, energy=False)
         return Answer(index, result, None, plan.notes)
 
-    def _admit(self, index: int, plan: Planned) -> _Member | None:
-        """A new member; None where it has to wait for memory."""
+    def _admit(self, index: int, plan: Planned) -> None:
+        """Let a new member in, or let it wait for memory."""
         self._waiting = None
         settings = plan.settings
         size = most_nodes(settings, len(plan.ids), plan.budget)
@@ -392,9 +410,9 @@ class Batch:
                 target = None
         if target is None:
             self._waiting = index, plan
-            return None
+            return
         member.target, member.draft = target, draft
-        return member
+        self._joined.append(member)
 
     def _refused(self) -> Iterator[Answer]:
         """A prompt that has to wait though nobody is under way would wait for ever."""
@@ -433,8 +451,17 @@ class Batch:
 
     # A round.
 
-    def _prefill(self, joined: list[_Member]) -> None:
+    def _served(self) -> list[Answer]:
+        """A round for all who are let in; answers of those who are done, and have left."""
+        self._prefill()
+        done = [(member, member.result(member.run)) for member in self._round()]
+        for member, _ in done:
+            member.leave(keep=True)
+        return [Answer(member.index, result, None, member.notes) for member, result in done]
+
+    def _prefill(self) -> None:
         """One forward over prompts, so that those that decode do not wait for all of them."""
+        joined, self._joined = self._joined, []
         if joined:
             old, steps = self._prefilling or ([], iter(()))
             self._prefilling = [*old, *joined], _chained(steps, self._steps(joined))

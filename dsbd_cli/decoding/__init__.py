@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from dsbd_cli.decoding.forward.backends import why_not_fused as why_not_fused
     from dsbd_cli.decoding.forward.capture import Captures as Captures
     from dsbd_cli.decoding.forward.capture import OverlapClock as OverlapClock
+    from dsbd_cli.decoding.forward.capture import quiet as quiet
     from dsbd_cli.decoding.forward.plain import FAMILIES as FAMILIES
     from dsbd_cli.decoding.forward.plain import at_home as at_home
     from dsbd_cli.decoding.forward.plain import fingerprint as fingerprint
@@ -67,7 +68,7 @@ _ROOMS = {
     "device.steps": ("Nodes", "forward_many"),
     "forward.attention": ("kernel_names", "without_planning"),
     "forward.backends": ("why_not_fused",),
-    "forward.capture": ("Captures", "OverlapClock"),
+    "forward.capture": ("Captures", "OverlapClock", "quiet"),
     "forward.plain": ("FAMILIES", "at_home", "fingerprint"),
     "forward.selftest": ("Verdict",),
     "forward.simd": ("level_here",),

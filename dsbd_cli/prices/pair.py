@@ -25,10 +25,13 @@ class PairPrices:
 
     Args:
         target, draft: prefilled again after a `look_up` that measures.
+        taken: called where that is about to be: whoever decodes with them has lost what they hold.
     """
 
-    def __init__(self, target: HfTreeModel, draft: HfTreeModel | None) -> None:
-        self._target, self._draft = target, draft
+    def __init__(
+        self, target: HfTreeModel, draft: HfTreeModel | None, taken: Callable[[], None] = lambda: None
+    ) -> None:
+        self._target, self._draft, self._taken = target, draft, taken
         self._found: dict[str, store.Kept] = {}
         self._captured: store.Kept | None = None
         self._host: tuple[HostPrices | None] | None = None
@@ -73,9 +76,7 @@ class PairPrices:
         if again and self._target.captured:
             host_prices, notes = self._measured_host(again=True, force=force)
             self._host = (host_prices,)
-        found = store.kept_or_measured(
-            self.facts(), lambda: measure(self._target, self._draft), again=again, force=force
-        )
+        found = store.kept_or_measured(self.facts(), self._measured, again=again, force=force)
         self._found[AUTO] = found
         return store.Kept(found.prices, (*notes, *found.notes))
 
@@ -108,6 +109,16 @@ class PairPrices:
         if self._host is None:
             self._host = (self._measured_host()[0],)
         return self._host[0]
+
+    def _measured(self) -> Prices:
+        models = [model for model in (self._target, self._draft) if model is not None]
+        self._taken()
+        for model in models:
+            model.whole = False
+        prices = measure(self._target, self._draft)
+        for model in models:
+            model.whole = True
+        return prices
 
     def _measured_host(
         self, *, again: bool = False, force: bool = False

@@ -173,13 +173,13 @@ def found_or_measured(
     notes: list[str] = []
     if not again and (found := _usable(kind, path, notes)) is not None:
         return found, ()
+    lock = FileLock(f"{path}.lock")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        lock = FileLock(f"{path}.lock")
-        lock.acquire(timeout=_WAIT)
-    except (OSError, Timeout):
-        return None, tuple(notes)
-    try:
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            lock.acquire(timeout=_WAIT)
+        except (OSError, Timeout):
+            return None, tuple(notes)
         # Another process may have been quicker.
         if not again and (found := _usable(kind, path, [])) is not None:
             return found, ()

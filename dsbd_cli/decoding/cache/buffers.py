@@ -167,8 +167,9 @@ class KVBuffer:
         """A layer's keys and values, `[1, heads, capacity, size]` each, of the kind of `like`."""
         if layer not in self.keys:
             # Zeros, not empty: a masked slot has weight 0, but 0 x NaN is NaN.
-            self.keys[layer] = like.new_zeros((1, heads, self.capacity, key_size))
+            keys = like.new_zeros((1, heads, self.capacity, key_size))
             self.values[layer] = like.new_zeros((1, heads, self.capacity, value_size))
+            self.keys[layer] = keys  # last: both are there, wherever it is interrupted
         return self.keys[layer], self.values[layer]
 
     def get_seq_length(self, *_: Any, **__: Any) -> int:
@@ -186,9 +187,9 @@ class KVBuffer:
     def positions(self, device: torch.device) -> Tensor:
         """int64 [capacity]: the position of each slot, of those that `note` or C has written down."""
         if len(self._positions) < self.capacity:
-            old = self._positions
-            self._positions = torch.zeros(self.capacity, dtype=torch.long, device=device)
-            self._positions[: len(old)] = old
+            larger = torch.zeros(self.capacity, dtype=torch.long, device=device)
+            larger[: len(self._positions)] = self._positions
+            self._positions = larger
         return self._positions
 
     @torch.inference_mode()
@@ -212,8 +213,7 @@ class KVBuffer:
         try:
             self._enlarge(capacity)
         except BaseException:
-            self.keys.clear()
-            self.values.clear()
+            self.let_go()
             raise
         finally:
             self.capacity = capacity  # whoever holds addresses learns from it that they are none any more
@@ -225,6 +225,11 @@ class KVBuffer:
                 new = old.new_zeros((*old.shape[:2], capacity, old.shape[3]))
                 new[:, :, : self.capacity] = old
                 store[layer] = new
+
+    def let_go(self) -> None:
+        """Hold no buffers: the next forward makes them anew."""
+        self.keys.clear()
+        self.values.clear()
 
     def clear(self) -> None:
         """Zero everything: what a broken forward wrote must not reach a later one."""

@@ -25,6 +25,31 @@ _AT_ONCE_S = 1e-4
 
 Steps = Callable[[Tensor], list[Tensor]]
 
+# The capture under way in this process, if there is one: its graphs, of which the last is open, and their stream.
+_under_way: list[tuple[list[Any], Any]] = []
+
+
+def quiet(device: torch.device) -> None:
+    """Wait for all that is in flight on a device, and end what an interruption may have left of a capture.
+
+    A stream that goes on capturing takes nothing else.
+    """
+    if device.type == "cuda":
+        _end_capture()
+        torch.cuda.synchronize(device)
+
+
+def _end_capture() -> None:
+    try:
+        for graphs, stream in _under_way:
+            with torch.cuda.stream(stream):
+                if torch.cuda.is_current_stream_capturing():
+                    graphs[-1].capture_end()
+    except Exception:  # it had failed, and is over; interrupted it may not be
+        _under_way.clear()
+        raise
+    _under_way.clear()
+
 
 def slot_bucket(used: int, capacity: int) -> int:
     """KV-cache slots to look at: 256, 384, 512, 768, ... so that few sizes come up; at most `capacity`."""
@@ -171,7 +196,6 @@ class Captures:
         self._breaking = list(breaks)
         self._memory: Any = None
         self._pointers: tuple[Any, ...] = ()
-        self._graphs: list[Any] | None = None
         self._captures: dict[Hashable, Capture] = {}
         self._met: set[Hashable] = set()
         self.steps_s = 0.0
@@ -263,6 +287,7 @@ class Captures:
                 self.steps_s += time.perf_counter() - begin
 
             return outputs, again
+        _end_capture()
         side = torch.cuda.Stream(self.device)
         side.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(side):
@@ -278,14 +303,11 @@ class Captures:
             for forward in self._breaking:
                 forward.between = self.break_graph
             with torch.cuda.stream(side):
-                self._graphs = graphs
+                _under_way.append((graphs, side))
                 self._begin()
-                try:
-                    outputs = steps()
-                finally:
-                    graphs[-1].capture_end()
+                outputs = steps()
         finally:
-            self._graphs = None
+            _end_capture()
             for forward in self._breaking:
                 forward.between = None
 
@@ -302,23 +324,22 @@ class Captures:
         Launching a graph takes the host as long as its kernels are many; a short first graph keeps
         the device busy while the host launches the rest.
         """
-        if self._graphs is not None:
-            self._graphs[-1].capture_end()
+        if _under_way:
+            _under_way[-1][0][-1].capture_end()
             self._begin()
 
     def _begin(self) -> None:
-        assert self._graphs is not None
-        self._graphs.append(torch.cuda.CUDAGraph())
+        graphs, _ = _under_way[-1]
+        graphs.append(torch.cuda.CUDAGraph())
         # With several processes a thread of the communication library looks at events of its own meanwhile.
         mode = "thread_local" if joined().size > 1 else "global"
-        self._graphs[-1].capture_begin(pool=self._memory, capture_error_mode=mode)
+        graphs[-1].capture_begin(pool=self._memory, capture_error_mode=mode)
 
     def release(self) -> None:
         """Let go of every capture; their memory goes with them, the next ones get their own.
 
         (A memory that no graph uses any more cannot be captured into again.)
         """
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)  # one of them may be running
+        quiet(self.device)  # one of them may be running
         self._captures.clear()
         self._memory = None

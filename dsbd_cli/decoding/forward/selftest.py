@@ -76,7 +76,7 @@ def check_tree(tree: Any, model: Any, vocab_size: int) -> str | None:
     branches = [Node(left, root), Node(right, root)]
     leaves = [Node(last, branch) for branch in branches]
     try:
-        tree.prefill(prompt, root, reuse=False)
+        tree.start(prompt, root, 0, reuse=False)
         tree.forward([*branches, *leaves])
         got = torch.stack(
             [tree.log_row(node) for pair in zip(branches, leaves, strict=True) for node in pair]

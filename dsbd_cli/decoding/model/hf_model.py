@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -18,7 +18,7 @@ from dsbd_cli.decoding.cache.tree_cache import Plan, TreeCache
 from dsbd_cli.decoding.forward import backends
 from dsbd_cli.decoding.forward.attention import without_planning
 from dsbd_cli.decoding.forward.backends import Forward
-from dsbd_cli.decoding.forward.capture import InFlight, OverlapClock
+from dsbd_cli.decoding.forward.capture import InFlight, OverlapClock, quiet
 from dsbd_cli.decoding.forward.graphs import GraphForward, why_not, why_not_shared
 from dsbd_cli.decoding.forward.hf import context_limit
 from dsbd_cli.decoding.forward.kernels import keep_logits
@@ -62,10 +62,13 @@ class HfTreeModel:
         notes: what a user should know about how this model was run.
         in_vain: those of them that say why a number format that was asked for is not computed in.
         tree, logits: the tree it has computed, and the logits of its nodes.
+        whole: off while all of it is worked on, here or by who measures: left off, somebody was interrupted.
+        undone: what interrupted a forward of which nothing is left; see `_launch`.
         clock: how much of the consumer's time the device works.
     """
 
     tree: TreeCache
+    _forward: Forward
 
     def __init__(
         self,
@@ -110,7 +113,7 @@ class HfTreeModel:
         self._in_flight: tuple[InFlight, list[Node], list[int], int] | None = None
         # A prompt that is not read to its end: how much of it is computed, its ids, its node.
         self._unread: tuple[int, Sequence[int], Node] | None = None
-        self._broken = False  # off while the tree holds nothing but what was computed
+        self.whole, self.undone = True, cast(BaseException | None, None)
         self._capture = self.device.type == "cuda" if graphs is None else graphs
         self._why_no_graphs = "" if self._capture else "it was not asked for"
         if graphs is None and not self._capture:
@@ -119,7 +122,7 @@ class HfTreeModel:
             self._no_graphs(reason)
         self._fused = backends.why_not_fused(module)
         self._served, self._refused = not test, 0
-        wanted = {"int8": int8, "int8_activations": int8_activations, "fused": fast}
+        wanted = self._wanted = {"int8": int8, "int8_activations": int8_activations, "fused": fast}
         self._ways = backends.candidates(module, **wanted, skip=tested.refused if tested else 0)
         first = next(self._ways, None)
         if tested is not None and first is not None and first.describe() == tested.forward:
@@ -149,22 +152,37 @@ class HfTreeModel:
         if self._served:
             return
         refuse_unserved(self.model, self.name)
-        self._served = True  # the check itself runs forwards
+        if not self.whole:
+            self.renew()
+        self.whole = False
         while wrong := check_tree(self, self.model, self.vocab_size):
             way = next(self._ways, None)
             if way is None:
-                self._served = False
+                self.whole = True
                 raise refusal(self.model, self.name, wrong)
             short = " with activations in 8 bits" if self._forward.int8_activations else ""
             name = f"{type(self._forward).__name__}{short}"
-            self._refused += 1
             note = f"{self.role}: {name} is not used, it disagrees with the model's own forward ({wrong})"
-            self.notes.append(note)
-            self._disagreed.append(note)
-            if self._forward.int8_activations:
-                self.in_vain.append(note)
+            told = [self.notes, self._disagreed, *([self.in_vain] if self._forward.int8_activations else [])]
+            for notes in told:
+                if note not in notes:  # said already, and interrupted
+                    notes.append(note)
+            self._refused, self._forward = self._refused + 1, way  # in step, wherever it is interrupted
             self._use(way)
+        self._served = self.whole = True
         self._ways = iter(())  # lets go of what was tried
+
+    def renew(self) -> None:
+        """Start from nothing, whatever was interrupted where: a new tree, new captures, the self-test anew."""
+        quiet(self.device)  # buffers go that something in flight may write to
+        if not self._served:  # those that are left behind the one at hand
+            self._ways = backends.candidates(self.model, **self._wanted, skip=self._refused + 1)
+        self._in_flight = self._unread = None
+        self.clock.idle()
+        self.logits.start(0)
+        self.tree.cache.let_go()  # a traceback may hold the tree
+        self._use(self._forward)
+        self.whole, self.undone = True, None
 
     def verdict(self) -> Verdict:
         """What the self-test said, for the next load of the same model; runs it if it was not run yet.
@@ -320,30 +338,34 @@ class HfTreeModel:
             wait: for what a captured prompt gives; off, `settle` does.
         """
         self.require_tree()
+        self.start(ids, root, top_n, reuse, later, idle)
+        if wait:
+            self._wait()
+
+    @torch.inference_mode()
+    def start(
+        self, ids: Sequence[int], root: Node, top_n: int, reuse: bool, later: bool = False, idle: bool = True
+    ) -> None:
+        """`prefill` by the forward as it is, tested or not."""
         if idle and self.graphs is not None and self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()
         self._in_flight, self._short_of_memory = None, False
-        if self._broken and self.graphs is None:  # interrupted while planning: its tables may disagree
-            self._use(self._forward)
         self.clock.idle()
         if self.logits.tainted:
             # Masked keys and values have weight 0, but 0 x NaN is NaN: leave nothing of a broken run.
             self.tree.cache.clear()
         long, before = self._border is not None and not self._below(len(ids)), self._long
         self._long = long
-        sound = not self.logits.tainted and not self._broken
-        kept = self.tree.shared_prefix(ids) if reuse and sound and long == before else []
+        sound = not self.logits.tainted and long == before
+        kept = self.tree.shared_prefix(ids) if reuse and sound else []
         if self._unread is not None:  # of the last prompt no more was computed
             kept = kept[: self._unread[0]]
         self.tree.start(ids, root, kept)
-        self._broken = False
         self.logits.start(top_n)
         self.calls = 0
         self._unread = len(kept), ids, root
         if not later:
             self._read_prompt()
-        if wait:
-            self._wait()
 
     @torch.inference_mode()
     def settle(self) -> None:
@@ -401,15 +423,14 @@ class HfTreeModel:
             self._wait()
         batch = self.tree.missing(wanted)
         keep = [i for i, node in enumerate(batch) if node in wanted]
-        self._broken = True
         plan = self.tree.plan(batch)
         try:
             self._run(plan, batch, keep)
-        except BaseException:  # Ctrl-C too: a chat goes on from what was computed
+        except BaseException as error:  # Ctrl-C too: a chat goes on from what was computed
             self.roll_back(batch)
-            self._broken = False
+            if self.graphs is None:  # what captures stand for is known no more
+                self.undone = error
             raise
-        self._broken = False
         self.calls += 1
 
     def has_logits(self, node: Node) -> bool:

@@ -74,11 +74,11 @@ class PathModel:
         """Find out, once, whether the model runs with a cache."""
         if self._checked:
             return
-        self._checked = True
-        self.notes.append(f"{self.role}: decoded path by path with its own forward")
-        if not self._runs_cached():
-            self._steps.cached = False
-            self.notes[-1] += ", without a cache: each token costs a forward over the whole text"
+        self._steps.cached = True
+        self._steps.cached = cached = self._runs_cached()
+        slow = "" if cached else ", without a cache: each token costs a forward over the whole text"
+        self.notes = [f"{self.role}: decoded path by path with its own forward{slow}"]
+        self._checked = True  # last: it may be interrupted
 
     def limit_for(self, prompt_tokens: int) -> int | None:
         return self.max_positions

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from dsbd_cli.decoding.cache.buffers import SPARE, KVBuffer, Slots, Stores, TreeMasks
+from tests.interrupting import interrupted, points_of
 
 
 def test_slots_are_lowest_first_and_never_the_spare():
@@ -113,3 +114,22 @@ def test_buffers_that_cannot_all_grow_are_made_anew():
     assert not any(buffer.any() for buffer in again)
     stores.cache.grow(16)
     assert stores.cache.keys[0].shape[2] == 16
+
+
+def test_buffers_that_are_being_made_are_there_wholly_or_not():
+    """A forward may be given up in the middle, and the next one goes on with them."""
+
+    def used(cache: KVBuffer, size: int) -> tuple[list[int], list[tuple[int, ...]]]:
+        cache.grow(size)
+        pair = cache.buffers(0, 2, 4, 4, torch.zeros(1))
+        return cache.positions(torch.device("cpu")).tolist(), [tuple(one.shape) for one in pair]
+
+    def grown() -> KVBuffer:
+        cache = KVBuffer(4)
+        cache.positions(torch.device("cpu"))[:] = 7
+        return cache
+
+    for point in points_of(lambda: used(grown(), 8)):
+        cache = grown()
+        interrupted(lambda: used(cache, 8), point)  # noqa: B023
+        assert used(cache, 8) == ([7] * 4 + [0] * 4, [(1, 2, 8, 4)] * 2), point

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import numpy as np
 import pytest
 import torch
 
 from dsbd_cli.decoding.forward.capture import Captures, OverlapClock
 from dsbd_cli.decoding.forward.outcomes import CannotCapture, OutOfMemory
+from tests.interrupting import interrupted, points_of
 
 CPU = torch.device("cpu")
 
@@ -104,3 +107,45 @@ def test_what_the_device_does_meanwhile_counts_once():
     assert clock.overlap(1.0) == 0
     clock.launched()
     assert clock.overlap(0.1) == pytest.approx(0.1)
+
+
+def test_an_interruption_leaves_no_stream_capturing(monkeypatch):
+    """On a device that knows what it would refuse: a capture within one, and the end of none."""
+    capturing = []
+
+    class Graph:
+        def capture_begin(self, **_):
+            assert not capturing
+            capturing.append(self)
+
+        def capture_end(self):
+            assert capturing == [self]
+            capturing.clear()
+
+        def replay(self):
+            assert not capturing
+
+    class Stream:
+        def __init__(self, *_):
+            self.wait_stream = lambda other: None
+
+    fakes = {
+        "CUDAGraph": Graph, "Stream": Stream, "current_stream": Stream, "stream": lambda _: nullcontext(),
+        "graph_pool_handle": object, "is_current_stream_capturing": lambda: bool(capturing),
+        "synchronize": lambda _: capturing and pytest.fail("refused while a stream is capturing"),
+    }  # fmt: skip
+    for name, fake in fakes.items():
+        monkeypatch.setattr(torch.cuda, name, fake)
+    captures = Captures(torch.device("cuda"), OverlapClock())
+
+    def steps():
+        captures.break_graph()
+        return doubled(torch.ones(2))
+
+    points = points_of(lambda: captures._captured(steps))
+    assert len(points) > 20
+    for number, point in enumerate(points):
+        interrupted(lambda: captures._captured(steps), point)
+        if number % 2:
+            captures.release()
+        captures._captured(steps)

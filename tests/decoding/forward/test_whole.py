@@ -224,15 +224,3 @@ def test_a_plan_that_lies_outside_the_buffers_is_an_error_and_no_other_memory(to
     with pytest.raises(IndexError, match="outside the buffers"):
         model._forward.best(model.tree.stores, dataclasses.replace(plan, used=4096), [0], VOCAB, 3)
     assert model._forward.best(model.tree.stores, plan, [0], VOCAB, 3).finite.all()
-
-
-def test_an_interruption_while_planning_changes_nothing_later(monkeypatch):
-    model = served(*FORWARDS["vectors"], "llama", 3)
-    wanted = told(model, Node(-1, None))
-    nodes = [Node(9, model.tree._root)]
-    with monkeypatch.context() as patch:
-        patch.setattr(model.tree, "_enter", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
-        with pytest.raises(KeyboardInterrupt):
-            model.forward(nodes)
-    assert told(model, Node(-1, None)) == wanted
-    assert model.tree.slots.live == 5  # none is lost
