@@ -105,7 +105,8 @@ def forest(decoder: Decoder, **more: Any) -> tuple[int, int]:
     settings = Settings(width=4, draft_width=8, gamma=4, threshold=None, **more)
     with Batch(decoder, 4) as batch:
         plan = decoder.plan("hello", settings)
-        assert batch._admit(0, plan) is not None
+        batch._admit(0, plan)
+        assert batch._joined
         draft = batch._buffers.draft
         assert draft is not None
         found = batch._fitted(settings, demand_of(settings, True), draft, (10, 8))
