@@ -3,7 +3,8 @@
 Prompt lookup (Saxena 2023) and token recycling (Luo et al. 2024) as one guess at the target, for several beams. A
 node of such a forest costs its place in the target's forward and nothing else, so the forest is built node by
 node, the likeliest first, as long as each is worth its price. Only for forests that need no q (`cover` of a fixed
-width, the deterministic mode): whatever is proposed, the text is the same (docs/design.md sections 2 and 3).
+width, the deterministic mode): whatever is proposed, the text is the same (docs/design.md sections 2 and 3). One
+module, since a guess, the forest that is made of it and what became of that are one bargain.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from heapq import heappop, heappush
 import numpy as np
 
 from dsbd_cli.decoding.methods.lookup import NOTHING
+from dsbd_cli.decoding.methods.proposers import ForestShape
 from dsbd_cli.decoding.model.protocol import TreeModel
 from dsbd_cli.decoding.tree.events import Layer
 from dsbd_cli.decoding.tree.sequences import DraftLayer, Forest, Node, Trie, common_ancestor
@@ -39,7 +41,7 @@ _ALL, _RATE = 0.6, 0.1
 _FORGETTING = 0.02
 # What is believed of layers before anything was tried, as `Acceptance.assumed` does for draft models: one beam's next
 # token is among the k likeliest with probability 1 - _MISS * k ** -_RANK.
-_MISS, _RANK, _JOINT = 0.46, 0.2, 0.9
+_MISS, _RANK, _JOINT = 0.52, 0.2, 0.53
 # What the host takes for a node, in target forwards over one.
 _HOST = 0.005
 
@@ -108,6 +110,25 @@ def _as_guess(tokens: np.ndarray, logps: np.ndarray) -> Guess:
     return [(token, math.exp(logp)) for token, logp in zip(tokens.tolist(), logps.tolist(), strict=True)]
 
 
+class _Queue:
+    """Nodes with their last tokens by weight, the likeliest first; of equals the first one found."""
+
+    def __init__(self) -> None:
+        self._nodes: list[tuple[float, int, Node, tuple[int, ...]]] = []
+        self._count = 0
+
+    def __len__(self) -> int:
+        return len(self._nodes)
+
+    def push(self, weight: float, node: Node, context: tuple[int, ...]) -> None:
+        heappush(self._nodes, (-weight, self._count, node, context))
+        self._count += 1
+
+    def pop(self) -> tuple[float, Node, tuple[int, ...]]:
+        less, _, node, context = heappop(self._nodes)
+        return -less, node, context
+
+
 class NgramForests:
     """Proposes forests of `Ngrams`, as large as each node is worth, and learns how far they get.
 
@@ -119,6 +140,9 @@ class NgramForests:
         prices: of the pair, in milliseconds.
         beams: distinct beams at first (`prices.distinct_beams`).
         most: nodes of a forest.
+        distinct: so many beams go on from every layer, however likely each is: a layer of fewer nodes never passes, and
+            a node alone is worth nothing. Layers are then chosen whole, by what their widths passed. 0: equal draws
+            are one beam.
         entries: of a target's row that may be asked for; 0: any number.
 
     Attributes:
@@ -128,7 +152,7 @@ class NgramForests:
 
     def __init__(
         self, target: TreeModel, trie: Trie, prompt: Sequence[int], prices: Prices, beams: float, most: int,
-        entries: int = 0,
+        entries: int = 0, distinct: int = 0,
     ) -> None:  # fmt: skip
         self._target, self._trie, self._prices, self._most = target, trie, prices, most
         self._entries = min(entries or _ENTRIES, _ENTRIES)
@@ -139,6 +163,10 @@ class NgramForests:
         plain = prices.target(beams) + prices.layer_ms
         self._plain, self._layers, self._ms = plain, assumed_gain(prices, beams), plain
         self._passed, self._mass = _ALL, 1.0
+        self._shape: ForestShape | None = None
+        if distinct:
+            known = assumed(beams, least=distinct)
+            self._shape = ForestShape(without_draft(prices), known, rate=_RATE)
 
     @property
     def gain(self) -> float:
@@ -150,38 +178,55 @@ class NgramForests:
         best = max(node.score for node in beams)
         weights = [math.exp(node.score - best) for node in beams]
         total = sum(weights)
-        queue: list[tuple[float, int, Node, tuple[int, ...]]] = []
-        order = 0  # of equals the first one found
+        queue = _Queue()
         text = self._ngrams.tail()
         for node, weight in zip(beams, weights, strict=True):
-            order = self._continue(queue, node, self._context(text, node), weight / total, order)
-        at = beams[0].depth
-        layers: list[tuple[dict[Node, None], list[Node]]] = [({}, []) for _ in range(depth)]
-        masses, count = [0.0] * depth, 0
-        cost = self._cost(len(beams), 0)
+            self._continue(queue, node, self._context(text, node), weight / total)
+        self._masses, self._beams = [0.0] * depth, beams
+        found = (
+            self._by_nodes(queue, depth)
+            if self._shape is None
+            else self._by_layers(queue, depth, self._shape)
+        )
+        drafted = [
+            DraftLayer(list(dict.fromkeys(map(_above, nodes))), NOTHING, nodes) for nodes in found if nodes
+        ]
+        self._forest = Forest(drafted)
+        return self._forest
+
+    def _by_nodes(self, queue: _Queue, depth: int) -> list[list[Node]]:
+        """By layer: the likeliest nodes, as long as each is worth its price."""
+        beams, layers = self._beams, [list[Node]() for _ in range(depth)]
+        at, count, cost = beams[0].depth + 1, 0, self._cost(len(beams), 0)
         # What a layer is worth: the time that layers take as things go.
         worth = min(1.0, self._passed / self._mass) * self._ms / self._layers
         while queue and count < self._most:
-            less, _, node, context = heappop(queue)
+            weight, node, context = queue.pop()
             more = self._cost(len(beams), count + 1)
-            if -less * worth <= more - cost:
+            if weight * worth <= more - cost:
                 break
-            cost, count = more, count + 1
-            assert node.parent is not None
-            place = node.depth - at - 1
-            layers[place][0].setdefault(node.parent)
-            layers[place][1].append(node)
-            masses[place] -= less
+            cost, count, place = more, count + 1, node.depth - at
+            layers[place].append(node)
+            self._masses[place] += weight
             if node.finish is None and place + 1 < depth:
-                order = self._continue(queue, node, context, -less, order)
-        drafted = [DraftLayer(list(parents), NOTHING, nodes) for parents, nodes in layers if nodes]
-        self._forest, self._masses, self._beams = Forest(drafted), masses, beams
-        return self._forest
+                self._continue(queue, node, context, weight)
+        return layers
 
-    def _continue(
-        self, queue: list[tuple[float, int, Node, tuple[int, ...]]], node: Node, context: tuple[int, ...],
-        weight: float, order: int,
-    ) -> int:  # fmt: skip
+    def _by_layers(self, queue: _Queue, depth: int, shape: ForestShape) -> list[list[Node]]:
+        """By layer: as many of the likeliest as `shape` finds best."""
+        shape.requests = self.requests
+        gamma, width = shape.choose(depth)
+        layers: list[list[Node]] = []
+        while queue and len(layers) < gamma:
+            taken = [queue.pop() for _ in range(min(width, len(queue)))]
+            layers.append([node for _, node, _ in taken])
+            queue = _Queue()
+            for weight, node, context in taken:
+                if node.finish is None:
+                    self._continue(queue, node, context, weight)
+        return layers
+
+    def _continue(self, queue: _Queue, node: Node, context: tuple[int, ...], weight: float) -> None:
         """Put a node's likely children into the queue."""
         if self._target.has_logits(node):
             guess = _as_guess(*self._target.best(node, self._entries))
@@ -190,10 +235,7 @@ class NgramForests:
         for token, prob in guess:
             # A draw that ends by itself needs no node.
             if token not in self._trie.eos_ids:
-                child = self._trie.child(node, token)
-                heappush(queue, (-weight * prob, order, child, (*context, token)[-_LONGEST:]))
-                order += 1
-        return order
+                queue.push(weight * prob, self._trie.child(node, token), (*context, token)[-_LONGEST:])
 
     def _context(self, text: tuple[int, ...], node: Node) -> tuple[int, ...]:
         """The last tokens of a beam; `text` is what all beams begin with."""
@@ -219,8 +261,11 @@ class NgramForests:
         self._layers += _RATE * (len(layers) - self._layers)
         self._ms += _RATE * (self._cost(beams, nodes) + host * len(layers) - self._ms)
         self._plain += _RATE * (self._cost(beams, 0) + host - self._plain)
-        if nodes:
-            self.forests += 1
+        self.forests += nodes > 0
+        if self._shape is not None:
+            if forest.layers:
+                self._shape.learn(forest, layers)
+        elif nodes:
             self._passed += _RATE * (passed - self._passed)
             self._mass += _RATE * (sum(self._masses) - self._mass)
         else:
@@ -244,12 +289,27 @@ class NgramForests:
                 self._ngrams.grow(ancestor.tail(ancestor.depth - known))
 
 
+def assumed(beams: float, least: int = 1) -> Acceptance:
+    """What is believed of such forests before anything was tried; `least`: as in `Acceptance.assumed`."""
+    widths = draft_widths(8)
+    passes = tuple(
+        (1 - _MISS * width**-_RANK) ** beams**_JOINT if width >= least else 0.0 for width in widths
+    )
+    return Acceptance(widths, (passes,) * 4, tuple(map(float, widths)), beams)
+
+
+def without_draft(prices: Prices) -> Prices:
+    """What forests cost that the host makes alone."""
+    return Prices(prices.target, Curve((1,), (_HOST * prices.target(1),)), prices.layer_ms)
+
+
 def assumed_gain(prices: Prices, beams: float) -> float:
     """What such forests are believed to gain before anything was tried: layers a millisecond, in times plain beams."""
-    widths = draft_widths(8)
-    passes = tuple((1 - _MISS * width**-_RANK) ** beams**_JOINT for width in widths)
-    known = Acceptance(widths, (passes,) * 4, tuple(map(float, widths)), beams)
-    free = Curve((1,), (_HOST * prices.target(1),))
-    priced = Prices(prices.target, free, prices.layer_ms)
+    known, priced = assumed(beams), without_draft(prices)
     shape = best_forest(priced, known, max_gamma=4, max_draft_width=8)
     return layers_per_ms(priced, known, shape) / layers_per_ms(priced, known, shape._replace(gamma=0))
+
+
+def _above(node: Node) -> Node:
+    assert node.parent is not None
+    return node.parent

@@ -185,6 +185,7 @@ class ForestShape:
             probable continuations.
         unread: prompt tokens that the draft has not read yet.
         layers: how many there will be at most.
+        rate: weight of the newest observation.
 
     Attributes:
         requests: how many share each forward, so that their nodes are paid together; 1 where the text depends on
@@ -195,7 +196,7 @@ class ForestShape:
 
     def __init__(
         self, prices: Prices, acceptance: Acceptance, *, narrow: bool = True, drawn: bool = False,
-        unread: int = 0, layers: int = _EARNED_IN,
+        unread: int = 0, layers: int = _EARNED_IN, rate: float = _RATE,
     ) -> None:  # fmt: skip
         self._prices, self._beams, self._drawn = prices, acceptance.beams, drawn
         self._widths = acceptance.widths
@@ -203,7 +204,7 @@ class ForestShape:
         self._first = acceptance.passes
         self._passes = [list(layer) for layer in acceptance.passes]
         self._nodes = list(acceptance.nodes)
-        self.requests, self.rival = 1, 1.0
+        self.requests, self.rival, self._rate = 1, 1.0, rate
         always = Acceptance(self._widths, ((1.0,) * len(self._widths),) * len(self._passes), acceptance.nodes)
         self._rest, self._resting, self._unread = _FIRST_REST, 0, float(unread)
         self._earned_in = min(layers, _EARNED_IN)
@@ -267,9 +268,9 @@ class ForestShape:
                 goal = 0.0
             else:  # how a wider one would have done is not seen: what is believed at first, given that this failed
                 goal = (first[i] - lost) / (1 - lost)
-            row[i] += _RATE * (goal - row[i])
+            row[i] += self._rate * (goal - row[i])
             held = min(width, size) if width <= used or ended else max(self._nodes[i], size)
-            self._nodes[i] += _RATE * (held - self._nodes[i])
+            self._nodes[i] += self._rate * (held - self._nodes[i])
 
     def _affordable(self) -> bool:
         """Whether the draft catches up for a small part of what the layers since it was last asked have cost."""

@@ -1,4 +1,7 @@
-"""From settings to a `Run`: what a method asks of models and engines, who proposes, and which loop runs."""
+"""From settings to a `Run`: what a method asks of models and engines, who proposes, and which loop runs.
+
+One module, since all three are read off the same few settings.
+"""
 
 from __future__ import annotations
 
@@ -86,10 +89,16 @@ def host_proposals(settings: Settings) -> str:
     return "the host chooses the forest's nodes (forest-nodes)" if settings.forest_nodes else ""
 
 
+def distinct_of(settings: Settings) -> int:
+    """How many beams there are where they are distinct by rule; 0 where equal draws are one."""
+    return settings.width if settings.deterministic or draws_distinct(settings) else 0
+
+
 def beams_of(settings: Settings) -> float:
     """Distinct beams that these settings leave, about."""
-    width = 1 if settings.method in ONE_BEAM_METHODS else settings.width
-    return distinct_beams(width, without_replacement=settings.deterministic or draws_distinct(settings))
+    return distinct_of(settings) or distinct_beams(
+        1 if settings.method in ONE_BEAM_METHODS else settings.width
+    )
 
 
 def forest_shape(settings: Settings, prices: Prices | None, unread: int = 0) -> ForestShape | None:
@@ -258,7 +267,11 @@ def start(
         if captured is not None:
             proposer = captured.falling_back_to(proposer)
         if shape is not None and prices is not None and own and forest_is_free(settings):
-            sizes = gamma * settings.draft_width, top_n_needed(settings, len(trie.eos_ids))
+            sizes = (
+                gamma * settings.draft_width,
+                top_n_needed(settings, len(trie.eos_ids)),
+                distinct_of(settings),
+            )
             spare = NgramForests(target, trie, prompt, prices, beams_of(settings), *sizes)
     hypotheses = Hypotheses(trie.root, width, settings.early_stopping, settings.length_penalty)
     return Run(
