@@ -164,9 +164,11 @@ class NgramForests:
         self._plain, self._layers, self._ms = plain, assumed_gain(prices, beams), plain
         self._passed, self._mass = _ALL, 1.0
         self._shape: ForestShape | None = None
+        self._idle = False  # no forest pays: nothing need be known
         if distinct:
             known = assumed(beams, least=distinct)
-            self._shape = ForestShape(without_draft(prices), known, rate=_RATE)
+            # A try would cost a layer's nodes, where a draft's costs its forward.
+            self._shape = ForestShape(without_draft(prices), known, rate=_RATE, tries=False)
 
     @property
     def gain(self) -> float:
@@ -175,48 +177,43 @@ class NgramForests:
 
     def propose(self, beams: list[Node], depth: int) -> Forest:
         """A forest of at most `depth` layers on the unfinished `beams` (their `score` is known)."""
-        best = max(node.score for node in beams)
-        weights = [math.exp(node.score - best) for node in beams]
-        total = sum(weights)
-        queue = _Queue()
-        text = self._ngrams.tail()
-        for node, weight in zip(beams, weights, strict=True):
-            self._continue(queue, node, self._context(text, node), weight / total)
         self._masses, self._beams = [0.0] * depth, beams
-        found = (
-            self._by_nodes(queue, depth)
-            if self._shape is None
-            else self._by_layers(queue, depth, self._shape)
-        )
+        found = self._by_nodes(depth) if self._shape is None else self._by_layers(depth, self._shape)
         drafted = [
             DraftLayer(list(dict.fromkeys(map(_above, nodes))), NOTHING, nodes) for nodes in found if nodes
         ]
         self._forest = Forest(drafted)
         return self._forest
 
-    def _by_nodes(self, queue: _Queue, depth: int) -> list[list[Node]]:
+    def _by_nodes(self, depth: int) -> list[list[Node]]:
         """By layer: the likeliest nodes, as long as each is worth its price."""
         beams, layers = self._beams, [list[Node]() for _ in range(depth)]
         at, count, cost = beams[0].depth + 1, 0, self._cost(len(beams), 0)
         # What a layer is worth: the time that layers take as things go.
         worth = min(1.0, self._passed / self._mass) * self._ms / self._layers
+        more = self._cost(len(beams), 1) - cost
+        queue = self._begun(more / worth)
         while queue and count < self._most:
             weight, node, context = queue.pop()
-            more = self._cost(len(beams), count + 1)
-            if weight * worth <= more - cost:
+            if weight * worth <= more:
                 break
-            cost, count, place = more, count + 1, node.depth - at
+            count, cost, place = count + 1, cost + more, node.depth - at
+            more = self._cost(len(beams), count + 1) - cost
             layers[place].append(node)
             self._masses[place] += weight
             if node.finish is None and place + 1 < depth:
-                self._continue(queue, node, context, weight)
+                self._continue(queue, node, context, weight, more / worth)
         return layers
 
-    def _by_layers(self, queue: _Queue, depth: int, shape: ForestShape) -> list[list[Node]]:
+    def _by_layers(self, depth: int, shape: ForestShape) -> list[list[Node]]:
         """By layer: as many of the likeliest as `shape` finds best."""
+        if self._idle and shape.requests == self.requests:
+            return []  # nothing has been learned since
         shape.requests = self.requests
         gamma, width = shape.choose(depth)
         layers: list[list[Node]] = []
+        self._idle = not gamma
+        queue = self._begun() if gamma else _Queue()
         while queue and len(layers) < gamma:
             taken = [queue.pop() for _ in range(min(width, len(queue)))]
             layers.append([node for _, node, _ in taken])
@@ -226,15 +223,26 @@ class NgramForests:
                     self._continue(queue, node, context, weight)
         return layers
 
-    def _continue(self, queue: _Queue, node: Node, context: tuple[int, ...], weight: float) -> None:
-        """Put a node's likely children into the queue."""
+    def _begun(self, least: float = 0.0) -> _Queue:
+        """The children of the beams."""
+        queue, text, best = _Queue(), self._ngrams.tail(), max(node.score for node in self._beams)
+        weights = [math.exp(node.score - best) for node in self._beams]
+        total = sum(weights)
+        for node, weight in zip(self._beams, weights, strict=True):
+            self._continue(queue, node, self._context(text, node), weight / total, least)
+        return queue
+
+    def _continue(
+        self, queue: _Queue, node: Node, context: tuple[int, ...], weight: float, least: float = 0.0
+    ) -> None:
+        """Put a node's likely children into the queue, those of more than `least` weight."""
         if self._target.has_logits(node):
             guess = _as_guess(*self._target.best(node, self._entries))
         else:
             guess = self._ngrams.guess(context)
         for token, prob in guess:
             # A draw that ends by itself needs no node.
-            if token not in self._trie.eos_ids:
+            if weight * prob > least and token not in self._trie.eos_ids:
                 queue.push(weight * prob, self._trie.child(node, token), (*context, token)[-_LONGEST:])
 
     def _context(self, text: tuple[int, ...], node: Node) -> tuple[int, ...]:
@@ -278,6 +286,8 @@ class NgramForests:
             computed: nodes whose rows the target may have; those of which it has none are left out.
             active: the beams that go on.
         """
+        if self._idle:
+            return
         for node in computed:
             token = node.token if node.parent is not None else self._last
             if token is not None and self._target.has_logits(node):

@@ -186,6 +186,7 @@ class ForestShape:
         unread: prompt tokens that the draft has not read yet.
         layers: how many there will be at most.
         rate: weight of the newest observation.
+        tries: whether what is not believed to pay is tried now and then.
 
     Attributes:
         requests: how many share each forward, so that their nodes are paid together; 1 where the text depends on
@@ -196,7 +197,7 @@ class ForestShape:
 
     def __init__(
         self, prices: Prices, acceptance: Acceptance, *, narrow: bool = True, drawn: bool = False,
-        unread: int = 0, layers: int = _EARNED_IN, rate: float = _RATE,
+        unread: int = 0, layers: int = _EARNED_IN, rate: float = _RATE, tries: bool = True,
     ) -> None:  # fmt: skip
         self._prices, self._beams, self._drawn = prices, acceptance.beams, drawn
         self._widths = acceptance.widths
@@ -204,7 +205,7 @@ class ForestShape:
         self._first = acceptance.passes
         self._passes = [list(layer) for layer in acceptance.passes]
         self._nodes = list(acceptance.nodes)
-        self.requests, self.rival, self._rate = 1, 1.0, rate
+        self.requests, self.rival, self._rate, self._tries = 1, 1.0, rate, tries
         always = Acceptance(self._widths, ((1.0,) * len(self._widths),) * len(self._passes), acceptance.nodes)
         self._rest, self._resting, self._unread = _FIRST_REST, 0, float(unread)
         self._earned_in = min(layers, _EARNED_IN)
@@ -224,11 +225,13 @@ class ForestShape:
 
     def choose(self, most: int) -> Shape:
         """The shape of the next forest, at most `most` (at least 1) layers deep."""
+        if self._hopeless and self.requests == 1:
+            return Shape(0, 1)
         known = self._acceptance()
         shape = self._best(known, most)
         if shape.gamma:
             self._resting, self._unread = 0, 0.0
-        elif not self._hopeless or self.requests > 1:
+        elif self._tries:
             self._resting += 1
             if self._resting > self._rest and self._affordable() and self._best(self._always, most).gamma:
                 self._resting, self._rest, self._unread = 0, min(2 * self._rest, _LONGEST_REST), 0.0
