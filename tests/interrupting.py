@@ -90,11 +90,13 @@ def _traced(seen: Callable[[CodeType, int], None]) -> Iterator[None]:
         return followed
 
     before = sys.gettrace()
+    sys._getframe().f_trace_opcodes = True  # Python 3.12 looks whether anybody wants these when it is told to trace
     sys.settrace(called)
     try:
         yield
     finally:
         sys.settrace(before)
+        sys._getframe().f_trace_opcodes = False
 
 
 def points_of(work: Callable[[], object]) -> list[Point]:
