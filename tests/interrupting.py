@@ -63,6 +63,15 @@ class _Code:
         return self.text[last] in _LOOKS and self.handler(last) == self.handler(at)
 
 
+def _asked(frame: FrameType, event: str, arg: Any) -> Any:
+    frame.f_trace_opcodes = True
+    return _asked
+
+
+def _nothing() -> None:
+    pass
+
+
 @contextmanager
 def _traced(seen: Callable[[CodeType, int], None]) -> Iterator[None]:
     """`seen` is told of every point inside the block."""
@@ -90,13 +99,14 @@ def _traced(seen: Callable[[CodeType, int], None]) -> Iterator[None]:
         return followed
 
     before = sys.gettrace()
-    sys._getframe().f_trace_opcodes = True  # Python 3.12 looks whether anybody wants these when it is told to trace
+    # From Python 3.12 on opcodes are traced from the second time that anybody asks for them.
+    sys.settrace(_asked)
+    _nothing()
     sys.settrace(called)
     try:
         yield
     finally:
         sys.settrace(before)
-        sys._getframe().f_trace_opcodes = False
 
 
 def points_of(work: Callable[[], object]) -> list[Point]:
