@@ -27,10 +27,9 @@ from dsbd_cli.prices.forest import draft_widths
 # the default pair to SQuAD, Spider and MT-Bench prompts, rounded.
 _TRUST = {4: 0.7, 3: 0.5, 2: 0.35, 1: 0.15}
 _LONGEST = max(_TRUST)
-# Of that, what the latest, the one before and the third that followed get; older ones get nothing.
+# What the target said behind the same token elsewhere gets all that is left, for it holds about as it stands. Of a
+# trust, what the latest, the one before and the third that followed get; older ones get nothing.
 _SHARES = (0.7, 0.2, 0.1)
-# How much of what the target said behind the same token elsewhere holds here.
-_RECYCLED = 1.0
 # Entries of a row that are kept, and tokens that any context proposes.
 _ENTRIES = 4
 # A layer passes where ALL of its draws are in the forest: less often than one of them is. At first this is believed
@@ -102,7 +101,7 @@ class Ngrams:
         row = self._said.get(context[-1]) if context else None
         if row is not None:
             for token, prob in _as_guess(*row):
-                found[token] = found.get(token, 0.0) + left * _RECYCLED * prob
+                found[token] = found.get(token, 0.0) + left * prob
         return list(found.items())
 
 
