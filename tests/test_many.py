@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from dsbd_cli import Decoder, Settings
-from dsbd_cli.decoding import HfTreeModel
+from dsbd_cli.decoding import HfTreeModel, most_nodes
 from dsbd_cli.decoding.cache.buffers import KVBuffer
 from dsbd_cli.decoding.model.shared import SharedModel
 from dsbd_cli.errors import UserError
@@ -406,6 +406,26 @@ def test_forests_that_follow_prices_are_those_of_the_prompt_alone(
     many = list(decoder.generate_many(prompts, settings, batch=4))
     assert [told(one) for one in many] == [told(one) for one in alone]
     assert [one.stats.draft_calls for one in many] == [one.stats.draft_calls for one in alone]
+
+
+@pytest.mark.parametrize("way", [{"deterministic": True}, {"draws": "distinct", "top_k": 12}, {"top_k": 12}])
+@pytest.mark.parametrize("width", [1, 2])
+def test_forests_without_a_draft_keep_to_what_a_batch_reserves(
+    decoder: Decoder, tmp_path: Path, way: dict[str, Any], width: int
+) -> None:
+    """Narrow forests are the hard case: a layer of distinct beams may want more nodes than W_S."""
+    prompts = ["abcabdacbadbcdcab" * 2, "aabbcc" * 5, "ab" * 12]
+    both = {"width": width, "max_new_tokens": 20, "seed": 0, "threshold": None} | way
+    if not way.get("deterministic"):
+        both["temperature"] = 0.5
+    own = Settings(draft_width=width, gamma=4, prices=prices_of(tmp_path, 50.0), **both)
+    plain = [told(decoder.generate(prompt, Settings(method="beam", **both))) for prompt in prompts]
+    many = list(decoder.generate_many(prompts, own, batch=3))
+    assert [told(one) for one in many] == plain
+    assert all("without the draft" in one.stats.paths["forests"] for one in many)
+    for prompt, one in zip(prompts, many, strict=True):
+        plan = decoder.plan(prompt, own)
+        assert one.stats.kv_slots_peak <= most_nodes(own, len(plan.ids), plan.budget)
 
 
 @pytest.mark.parametrize(("draft_ms", "read"), [(50.0, 0), (0.01, 4)])

@@ -70,15 +70,15 @@ class Run(Request):
         depth = self._depth()
         if self.proposer is None or depth <= 0:
             return Forest()
-        width = None
+        most, width, spare, forest = depth, None, self.spare, Forest()
         if self.shape is not None:
-            most = depth
-            if self.spare is not None:
-                self.shape.rival, self.spare.requests = max(1.0, self.spare.gain), self.shape.requests
+            if spare is not None:
+                self.shape.rival, spare.requests = max(1.0, spare.gain), self.shape.requests
             depth, width = self.shape.choose(most)
-            if not depth or (self.spare is not None and self.proposer.exhausted):
-                return Forest() if self.spare is None else self.spare.propose(self.hypotheses.active, most)
-        return (yield from self.proposer.propose(self.hypotheses.active, depth, width))
+        if depth and (spare is None or not self.proposer.exhausted):
+            forest = yield from self.proposer.propose(self.hypotheses.active, depth, width)
+        # A draft that was asked may have nothing to say: its context is full, or it lacks the beams' last tokens.
+        return forest if spare is None or forest.layers else spare.propose(self.hypotheses.active, most)
 
     def _depth(self) -> int:
         """Layers to draft: the last one of a sequence is drawn from logits already there, so budget less one."""

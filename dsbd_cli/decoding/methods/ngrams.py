@@ -20,6 +20,7 @@ from dsbd_cli.decoding.methods.proposers import ForestShape
 from dsbd_cli.decoding.model.protocol import TreeModel
 from dsbd_cli.decoding.tree.events import Layer
 from dsbd_cli.decoding.tree.sequences import DraftLayer, Forest, Node, Trie, common_ancestor
+from dsbd_cli.errors import RunError
 from dsbd_cli.prices import Acceptance, Curve, Prices, best_forest, layers_per_ms
 from dsbd_cli.prices.forest import draft_widths
 
@@ -41,6 +42,8 @@ _FORGETTING = 0.02
 # What is believed of layers before anything was tried, as `Acceptance.assumed` does for draft models: one beam's next
 # token is among the k likeliest with probability 1 - _MISS * k ** -_RANK.
 _MISS, _RANK, _JOINT = 0.52, 0.2, 0.53
+# Nodes of a layer that is chosen whole, at most.
+_WIDEST = 8
 # What the host takes for a node, in target forwards over one.
 _HOST = 0.005
 
@@ -56,8 +59,8 @@ class Ngrams:
 
     def __init__(self, tokens: Sequence[int]) -> None:
         self._text: list[int] = []
-        # By length: what followed, and the latest place where it did.
-        self._followed: list[dict[tuple[int, ...], dict[int, int]]] = [{} for _ in range(_LONGEST + 1)]
+        # By length: what followed, the latest first.
+        self._followed: list[dict[tuple[int, ...], tuple[int, ...]]] = [{} for _ in range(_LONGEST + 1)]
         self._said: dict[int, tuple[np.ndarray, np.ndarray]] = {}
         self.grow(tokens)
 
@@ -68,11 +71,11 @@ class Ngrams:
         """The text goes on."""
         text = self._text
         for token in tokens:
-            place = len(text)
+            place, alone = len(text), (token,)
             for size in range(1, min(_LONGEST, place) + 1):
-                seen = self._followed[size].setdefault(tuple(text[place - size :]), {})
-                seen.pop(token, None)
-                seen[token] = place  # a dict remembers the order: the latest last
+                context, seen = tuple(text[place - size :]), self._followed[size]
+                others = [one for one in seen.get(context, ()) if one != token]
+                seen[context] = (token, *others[: len(_SHARES) - 1]) if others else alone
             text.append(token)
 
     def tail(self) -> tuple[int, ...]:
@@ -81,7 +84,7 @@ class Ngrams:
 
     def said(self, token: int, tokens: np.ndarray, logps: np.ndarray) -> None:
         """The target's row behind some text that ends with `token`, best first (`TreeModel.best`)."""
-        self._said[token] = tokens, logps
+        self._said[token] = tokens.copy(), logps.copy()  # views of what a whole forward said
 
     def guess(self, context: tuple[int, ...]) -> Guess:
         """(token, probability), the probabilities summing to at most 1.
@@ -95,7 +98,7 @@ class Ngrams:
             followed = self._followed[size].get(context[len(context) - size :])
             if followed:
                 share = _TRUST[size] * left
-                for token, part in zip(reversed(followed), _SHARES, strict=False):
+                for token, part in zip(followed, _SHARES, strict=False):
                     found[token] = found.get(token, 0.0) + share * part
                 left -= share
         row = self._said.get(context[-1]) if context else None
@@ -110,7 +113,7 @@ def _as_guess(tokens: np.ndarray, logps: np.ndarray) -> Guess:
 
 
 class _Queue:
-    """Nodes with their last tokens by weight, the likeliest first; of equals the first one found."""
+    """Nodes that may be made, likeliest first, of equals the first one found: above what, and the last tokens."""
 
     def __init__(self) -> None:
         self._nodes: list[tuple[float, int, Node, tuple[int, ...]]] = []
@@ -119,13 +122,13 @@ class _Queue:
     def __len__(self) -> int:
         return len(self._nodes)
 
-    def push(self, weight: float, node: Node, context: tuple[int, ...]) -> None:
-        heappush(self._nodes, (-weight, self._count, node, context))
+    def push(self, weight: float, parent: Node, context: tuple[int, ...]) -> None:
+        heappush(self._nodes, (-weight, self._count, parent, context))
         self._count += 1
 
     def pop(self) -> tuple[float, Node, tuple[int, ...]]:
-        less, _, node, context = heappop(self._nodes)
-        return -less, node, context
+        less, _, parent, context = heappop(self._nodes)
+        return -less, parent, context
 
 
 class NgramForests:
@@ -165,7 +168,7 @@ class NgramForests:
         self._shape: ForestShape | None = None
         self._idle = False  # no forest pays: nothing need be known
         if distinct:
-            known = assumed(beams, least=distinct)
+            known = assumed(beams, least=distinct, most=min(most, _WIDEST))
             # A try would cost a layer's nodes, where a draft's costs its forward.
             self._shape = ForestShape(without_draft(prices), known, rate=_RATE, tries=False)
 
@@ -193,9 +196,10 @@ class NgramForests:
         more = self._cost(len(beams), 1) - cost
         queue = self._begun(more / worth)
         while queue and count < self._most:
-            weight, node, context = queue.pop()
+            weight, parent, context = queue.pop()
             if weight * worth <= more:
                 break
+            node = self._trie.child(parent, context[-1])
             count, cost, place = count + 1, cost + more, node.depth - at
             more = self._cost(len(beams), count + 1) - cost
             layers[place].append(node)
@@ -210,14 +214,15 @@ class NgramForests:
             return []  # nothing has been learned since
         shape.requests = self.requests
         gamma, width = shape.choose(depth)
+        gamma = min(gamma, self._most // width)  # a width is no larger than that
         layers: list[list[Node]] = []
         self._idle = not gamma
         queue = self._begun() if gamma else _Queue()
         while queue and len(layers) < gamma:
             taken = [queue.pop() for _ in range(min(width, len(queue)))]
-            layers.append([node for _, node, _ in taken])
+            layers.append([self._trie.child(parent, context[-1]) for _, parent, context in taken])
             queue = _Queue()
-            for weight, node, context in taken:
+            for node, (weight, _, context) in zip(layers[-1], taken, strict=True):
                 if node.finish is None:
                     self._continue(queue, node, context, weight)
         return layers
@@ -235,14 +240,22 @@ class NgramForests:
         self, queue: _Queue, node: Node, context: tuple[int, ...], weight: float, least: float = 0.0
     ) -> None:
         """Put a node's likely children into the queue, those of more than `least` weight."""
-        if self._target.has_logits(node):
-            guess = _as_guess(*self._target.best(node, self._entries))
-        else:
-            guess = self._ngrams.guess(context)
+        row = self._row(node)
+        guess = self._ngrams.guess(context) if row is None else _as_guess(*row)
         for token, prob in guess:
             # A draw that ends by itself needs no node.
             if weight * prob > least and token not in self._trie.eos_ids:
-                queue.push(weight * prob, self._trie.child(node, token), (*context, token)[-_LONGEST:])
+                queue.push(weight * prob, node, (*context, token)[-_LONGEST:])
+
+    def _row(self, node: Node) -> tuple[np.ndarray, np.ndarray] | None:
+        """What the target said behind a node; None where it was not asked, or said nothing that is finite.
+
+        That is an error where a beam comes to it, and not before: plain beams would never compute this node.
+        """
+        try:
+            return self._target.best(node, self._entries) if self._target.has_logits(node) else None
+        except RunError:
+            return None
 
     def _context(self, text: tuple[int, ...], node: Node) -> tuple[int, ...]:
         """The last tokens of a beam; `text` is what all beams begin with."""
@@ -289,8 +302,8 @@ class NgramForests:
             return
         for node in computed:
             token = node.token if node.parent is not None else self._last
-            if token is not None and self._target.has_logits(node):
-                self._ngrams.said(token, *self._target.best(node, self._entries))
+            if token is not None and (row := self._row(node)) is not None:
+                self._ngrams.said(token, *row)
         if active:
             known = len(self._ngrams) - self._prompt
             ancestor = common_ancestor(active)
@@ -298,9 +311,14 @@ class NgramForests:
                 self._ngrams.grow(ancestor.tail(ancestor.depth - known))
 
 
-def assumed(beams: float, least: int = 1) -> Acceptance:
-    """What is believed of such forests before anything was tried; `least`: as in `Acceptance.assumed`."""
-    widths = draft_widths(8)
+def assumed(beams: float, least: int = 1, most: int = _WIDEST) -> Acceptance:
+    """What is believed of such forests before anything was tried.
+
+    Args:
+        least: as in `Acceptance.assumed`.
+        most: the widest layer.
+    """
+    widths = draft_widths(most)
     passes = tuple(
         (1 - _MISS * width**-_RANK) ** beams**_JOINT if width >= least else 0.0 for width in widths
     )
@@ -315,7 +333,7 @@ def without_draft(prices: Prices) -> Prices:
 def assumed_gain(prices: Prices, beams: float) -> float:
     """What such forests are believed to gain before anything was tried: layers a millisecond, in times plain beams."""
     known, priced = assumed(beams), without_draft(prices)
-    shape = best_forest(priced, known, max_gamma=4, max_draft_width=8)
+    shape = best_forest(priced, known, max_gamma=4, max_draft_width=_WIDEST)
     return layers_per_ms(priced, known, shape) / layers_per_ms(priced, known, shape._replace(gamma=0))
 
 

@@ -267,8 +267,9 @@ def start(
         if captured is not None:
             proposer = captured.falling_back_to(proposer)
         if shape is not None and prices is not None and own and forest_is_free(settings):
+            full = gamma * settings.draft_width
             sizes = (
-                gamma * settings.draft_width,
+                min(full, settings.forest_nodes or full),
                 top_n_needed(settings, len(trie.eos_ids)),
                 distinct_of(settings),
             )

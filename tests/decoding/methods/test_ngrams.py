@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import weakref
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from dsbd_cli.decoding.methods.ngrams import NgramForests, Ngrams, assumed_gain
 from dsbd_cli.decoding.methods.setup import start
 from dsbd_cli.decoding.tree.events import Iteration, Layer
 from dsbd_cli.decoding.tree.sequences import Forest, Node, Trie
+from dsbd_cli.errors import RunError
 from dsbd_cli.prices import Acceptance, Curve, Prices, best_forest, distinct_beams, layers_per_ms
 from tests.decoding.enumerating import total_variation
 from tests.decoding.harness import Toy, path_of, settings_for
@@ -94,6 +96,23 @@ def test_a_text_that_grows_is_that_of_one_piece():
             assert whole.guess(context) == grown.guess(context)
 
 
+def test_of_a_row_nothing_more_is_kept_than_its_best_entries():
+    """Rows are views of all that a forward said, for all of its nodes: a long run would keep them all."""
+    one, forward = Ngrams([1, 2, 3]), np.zeros((64, 50))
+    kept = weakref.ref(forward)
+    one.said(3, np.arange(4), forward[0][:4])
+    del forward
+    assert kept() is None
+    assert dict(one.guess((3,))) == {token: 1.0 for token in range(4)}
+
+
+def test_of_what_followed_nothing_more_is_kept_than_what_is_proposed():
+    """Behind a comma stands half of the vocabulary, in a long text."""
+    one = Ngrams([token for other in range(1000) for token in (5, 10 + other)])
+    assert sum(map(len, one._followed[1].values())) <= 3 + 1000
+    assert [token for token, _ in one.guess((5,))] == [1009, 1008, 1007]
+
+
 # Forests.
 
 
@@ -148,6 +167,55 @@ def test_a_forest_keeps_its_limits():
     assert len(one.propose([beam_of(trie, 2)], 2).layers) == 2
     one, trie = forests(FREE, most=2)
     assert len(nodes_of(one.propose([beam_of(trie, 2)], 9))) == 2
+
+
+@pytest.mark.parametrize("most", [1, 2, 5, 12, 24])
+def test_layers_chosen_whole_hold_no_more_nodes_than_a_forest_may(most):
+    """A batch reserves as many places as `setup.most_nodes` says: one more and it ends."""
+    trie = Trie(lambda node: None, EOS, 64)
+    target = TableModel(DRAFTS["good"][0])
+    target.prefill([], trie.root)
+    one = NgramForests(target, trie, PROMPT, FREE, 1.0, most, distinct=1)
+    sizes = []
+    for _ in range(40):
+        forest = one.propose([beam_of(trie, 2)], 6)
+        sizes.append(len(nodes_of(forest)))
+        one.learn(layers(1 + len(forest.layers)))
+    assert 0 < max(sizes) <= most
+
+
+def test_a_row_that_no_beam_comes_to_may_be_anything():
+    """A forest's node is computed where plain beams compute none: what is not finite there is no error."""
+
+    class Broken(TableModel):
+        def best(self, node, count):
+            if node.token == 3:
+                raise RunError("not finite")
+            return super().best(node, count)
+
+    trie = Trie(lambda node: None, EOS, 64)
+    target = Broken(DRAFTS["good"][0])
+    target.prefill([], trie.root)
+    one = NgramForests(target, trie, PROMPT, FREE, 1.0, 24)
+    beam, dead = beam_of(trie, 1), beam_of(trie, 1, 3)
+    target.forward([beam, dead])
+    one.see([beam, dead], [beam])
+    one.propose([beam, dead], 3)
+    assert set(one._ngrams._said) == {1}
+
+
+@pytest.mark.parametrize("distinct", [0, 2])
+def test_only_what_is_proposed_becomes_a_node(distinct):
+    """Whether a sequence ends with a stop string is found out from its text: dear, where nobody proposes it."""
+    asked: list[Node] = []
+    trie = Trie(asked.append, EOS, 64)
+    target = TableModel(DRAFTS["good"][0])
+    target.prefill([], trie.root)
+    one = NgramForests(target, trie, PROMPT, CHEAP, 2.0, 24, distinct=distinct)
+    beams = [beam_of(trie, 2, score=-0.1), beam_of(trie, 0, score=-1.0)]
+    asked.clear()
+    forest = one.propose(beams, 6)
+    assert set(asked) == set(nodes_of(forest)) != set()
 
 
 def test_many_requests_pay_for_their_nodes_together():
@@ -286,6 +354,15 @@ def test_fewer_calls_are_made_than_without():
     assert calls[0] < 0.8 * calls[1]
 
 
+@pytest.mark.parametrize("both", [{}, {"draws": "distinct"}, {"deterministic": True}])
+def test_forest_nodes_limits_these_forests_too(both):
+    t = _DETERMINISTIC if "deterministic" in both else T(0.7, 3, 0.8)
+    case = toy("good", t, FREE, max_new_tokens=24, forest_nodes=3, **both)
+    _, events = case.events(SeededSampler(0, 0), SeededSampler(0, 1))
+    sizes = [len(nodes_of(event.forest)) for event in events if isinstance(event, Iteration)]
+    assert 0 < max(sizes) <= 3
+
+
 @pytest.mark.parametrize(
     "given",
     [
@@ -310,12 +387,14 @@ def test_where_the_text_depends_on_the_forest_there_are_none(given):
 
 # Beside a draft.
 
+_ASKED = Prices(Curve((1, 16), (300.0, 310.0)), Curve((1, 16), (5.0, 5.5)))
+
 
 @pytest.mark.parametrize(
     ("prices", "asked"),
     [
         # A large target that is bound by reading its weights, and a draft of a sixtieth of it.
-        (Prices(Curve((1, 16), (300.0, 310.0)), Curve((1, 16), (5.0, 5.5))), True),
+        (_ASKED, True),
         # Processors that multiply no faster than they read, and a draft of a third.
         (Prices(Curve((1, 4, 16), (5.7, 6.2, 18.4)), Curve((1, 16), (1.7, 3.9))), False),
     ],
@@ -338,3 +417,20 @@ def test_a_draft_in_the_cache_of_which_nothing_is_asked_reads_no_prompt():
     assert run.spare is not None
     assert not run.shape.begins(3)
     assert math.isfinite(run.spare.gain)
+
+
+class _Blind(TableModel):
+    """Its vocabulary lacks the last tokens of all beams."""
+
+    def reads(self, node: Node) -> bool:
+        return node.parent is None
+
+
+def test_where_the_draft_has_nothing_to_propose_forests_are_made_without_it():
+    t, both = T(0.7, 3, 0.8), {"max_new_tokens": 24, "width": 4}
+    case = toy("good", t, _ASKED, draft_width=8, gamma=6, **both)
+    case._models[1] = _Blind(DRAFTS["good"][1])
+    assert proposed(case) > 0
+    assert case._models[1].calls == 0
+    said = [one.outcome(SeededSampler(0, 0), SeededSampler(0, 1)) for one in (case, plain("good", t, **both))]
+    assert said[0] == said[1]
