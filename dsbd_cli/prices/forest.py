@@ -65,8 +65,9 @@ class Acceptance:
 
     @classmethod
     def assumed(
-        cls, beams: float, gamma: int, draft_width: int, *, pruned: bool = False, least: int = 1
-    ) -> Acceptance:
+        cls, beams: float, gamma: int, draft_width: int, *, pruned: bool = False, least: int = 1,
+        belief: tuple[float, float, float] = (_MISS, _RANK, _JOINT),
+    ) -> Acceptance:  # fmt: skip
         """What is believed before anything was tried.
 
         Args:
@@ -74,10 +75,13 @@ class Acceptance:
             gamma, draft_width: of the largest forest.
             pruned: layers end where they hold enough of the draft's mass: about four nodes of eight.
             least: narrower layers never pass (W draws have to be accepted, of W_S).
+            belief: (miss, rank, joint): one beam's next token is among the k best with probability
+                1 - miss * k ** -rank, and D distinct beams all are with that to the power D ** joint.
         """
+        miss, rank, joint = belief
         widths = draft_widths(draft_width)
         passes = tuple(
-            (1 - _MISS * width**-_RANK) ** beams**_JOINT if width >= least else 0.0 for width in widths
+            (1 - miss * width**-rank) ** beams**joint if width >= least else 0.0 for width in widths
         )
         nodes = tuple(width**0.7 if pruned else float(width) for width in widths)
         return cls(widths, (passes,) * gamma, nodes, beams)

@@ -22,7 +22,6 @@ from dsbd_cli.decoding.tree.events import Layer
 from dsbd_cli.decoding.tree.sequences import DraftLayer, Forest, Node, Trie, common_ancestor
 from dsbd_cli.errors import RunError
 from dsbd_cli.prices import Acceptance, Curve, Prices, best_forest, layers_per_ms
-from dsbd_cli.prices.forest import draft_widths
 
 # How often the next token is one that followed the same last tokens before, by how many agree. Counted on answers of
 # the default pair to SQuAD, Spider and MT-Bench prompts, rounded.
@@ -39,9 +38,8 @@ _ALL, _RATE = 0.6, 0.1
 # A part of the first belief that comes back with every iteration that was not worth a node: else nothing would be
 # tried again.
 _FORGETTING = 0.02
-# What is believed of layers before anything was tried, as `Acceptance.assumed` does for draft models: one beam's next
-# token is among the k likeliest with probability 1 - _MISS * k ** -_RANK.
-_MISS, _RANK, _JOINT = 0.52, 0.2, 0.53
+# What is believed of layers before anything was tried: `belief` of `Acceptance.assumed`, and how deep.
+_BELIEF, _DEEP = (0.52, 0.2, 0.53), 4
 # Nodes of a layer that is chosen whole, at most.
 _WIDEST = 8
 # What the host takes for a node, in target forwards over one.
@@ -168,7 +166,7 @@ class NgramForests:
         self._shape: ForestShape | None = None
         self._idle = False  # no forest pays: nothing need be known
         if distinct:
-            known = assumed(beams, least=distinct, most=min(most, _WIDEST))
+            known = Acceptance.assumed(beams, _DEEP, min(most, _WIDEST), least=distinct, belief=_BELIEF)
             # A try would cost a layer's nodes, where a draft's costs its forward.
             self._shape = ForestShape(without_draft(prices), known, rate=_RATE, tries=False)
 
@@ -311,20 +309,6 @@ class NgramForests:
                 self._ngrams.grow(ancestor.tail(ancestor.depth - known))
 
 
-def assumed(beams: float, least: int = 1, most: int = _WIDEST) -> Acceptance:
-    """What is believed of such forests before anything was tried.
-
-    Args:
-        least: as in `Acceptance.assumed`.
-        most: the widest layer.
-    """
-    widths = draft_widths(most)
-    passes = tuple(
-        (1 - _MISS * width**-_RANK) ** beams**_JOINT if width >= least else 0.0 for width in widths
-    )
-    return Acceptance(widths, (passes,) * 4, tuple(map(float, widths)), beams)
-
-
 def without_draft(prices: Prices) -> Prices:
     """What forests cost that the host makes alone."""
     return Prices(prices.target, Curve((1,), (_HOST * prices.target(1),)), prices.layer_ms)
@@ -332,8 +316,8 @@ def without_draft(prices: Prices) -> Prices:
 
 def assumed_gain(prices: Prices, beams: float) -> float:
     """What such forests are believed to gain before anything was tried: layers a millisecond, in times plain beams."""
-    known, priced = assumed(beams), without_draft(prices)
-    shape = best_forest(priced, known, max_gamma=4, max_draft_width=_WIDEST)
+    known, priced = Acceptance.assumed(beams, _DEEP, _WIDEST, belief=_BELIEF), without_draft(prices)
+    shape = best_forest(priced, known, max_gamma=_DEEP, max_draft_width=_WIDEST)
     return layers_per_ms(priced, known, shape) / layers_per_ms(priced, known, shape._replace(gamma=0))
 
 
