@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from dsbd_cli.decoding.law.distribution import Sampler, Support
+from dsbd_cli.decoding.law.distribution import Sampler, SeededSampler, Support
 from dsbd_cli.decoding.methods.dsbd import Run, layers_of, now
 from dsbd_cli.decoding.methods.setup import decode, start
 from dsbd_cli.decoding.tree.events import Iteration, Layer
@@ -100,6 +100,10 @@ class Toy:
         run, events = self.events(sampler, draft_sampler)
         layers = [layer_set(event) for event in events if isinstance(event, Layer)]
         return outcome_of(run, tuple(layers))
+
+    def seeded(self, seed: int) -> Outcome:
+        """One whole run, target and draft drawing as a request with this seed has them draw."""
+        return self.outcome(SeededSampler(seed, 0), SeededSampler(seed, 1))
 
     def law(self) -> dict[Outcome, float]:
         """The exact law of whole runs, every branch replayed from the first token to the last."""

@@ -103,7 +103,7 @@ def test_cover_is_beam_at_the_same_seed(draft: str, t: T) -> None:
     plain = toy(draft, t, 6, method="beam", width=3)
     cover = toy(draft, t, 6, method="dsbd", verify="cover", width=3, gamma=3, draft_width=4)
     for seed in range(100):
-        one = plain.outcome(SeededSampler(seed, 0), SeededSampler(seed, 1))
+        one = plain.seeded(seed)
         assert one == cover.outcome(SeededSampler(seed, 0), SeededSampler(seed + 7, 1))
 
 
@@ -137,7 +137,7 @@ def test_cover_is_beam_at_the_same_seed_whatever_width_p_asks_for(draws: str) ->
     plain, cover = (Toy(case.target, case.draft, case.settings.merged(rule), EOS) for case in (plain, cover))
     widths = set()
     for seed in range(100):
-        one = plain.outcome(SeededSampler(seed, 0), SeededSampler(seed, 1))
+        one = plain.seeded(seed)
         assert one == cover.outcome(SeededSampler(seed, 0), SeededSampler(seed + 7, 1))
         widths |= {len(layer) for layer in one.layers}
     assert len(widths) > 2

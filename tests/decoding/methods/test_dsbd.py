@@ -124,7 +124,7 @@ def test_width_1_with_one_draw_is_speculative_sampling(verify: str, t: T) -> Non
     assert total_variation(law, expected("bad", t, 3, width=1)) < 1e-9
     # And not only in law: the same answers to the same questions.
     for seed in range(100):
-        runs = [toy_.outcome(SeededSampler(seed, 0), SeededSampler(seed, 1)) for toy_ in (case, other)]
+        runs = [toy_.seeded(seed) for toy_ in (case, other)]
         assert runs[0] == runs[1]
 
 
@@ -197,7 +197,7 @@ def test_chi_square_of_2000_seeds(method: str, draft: str) -> None:
     if method != "beam":
         given = {"method": "dsbd", "verify": method, "gamma": 2, "draft_width": 3}
     case, runs = toy(draft, ON, 3, **given), 2000
-    counts = Counter(case.outcome(SeededSampler(seed, 0), SeededSampler(seed, 1)) for seed in range(runs))
+    counts = Counter(case.seeded(seed) for seed in range(runs))
     law = expected(draft, ON, 3)
     assert counts.keys() <= law.keys()
     common = [outcome for outcome in law if law[outcome] * runs >= 5]
@@ -215,5 +215,5 @@ def test_cover_is_beam_at_the_same_seed(draft: str, t: T) -> None:
     plain = toy(draft, t, 6, method="beam", width=3)
     cover = toy(draft, t, 6, method="dsbd", verify="cover", width=3, gamma=3, draft_width=4)
     for seed in range(100):
-        one = plain.outcome(SeededSampler(seed, 0), SeededSampler(seed, 1))
+        one = plain.seeded(seed)
         assert one == cover.outcome(SeededSampler(seed, 0), SeededSampler(seed + 7, 1))

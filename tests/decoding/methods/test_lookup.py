@@ -116,7 +116,7 @@ def test_cover_says_what_beam_says_token_for_token(draft, t, given, prices):
         case = toy(draft, t, prices, max_new_tokens=12, width=3, draws=draws, **given)
         other = plain(draft, t, max_new_tokens=12, width=3, draws=draws)
         for seed in range(8):
-            said = [one.outcome(SeededSampler(seed, 0), SeededSampler(seed, 1)) for one in (case, other)]
+            said = [one.seeded(seed) for one in (case, other)]
             assert said[0] == said[1]
 
 
@@ -126,7 +126,7 @@ def test_the_deterministic_mode_says_what_beam_search_says(draft, given):
     t = T(1.0, 10, 0.8)  # no sampling: the settings at their defaults
     both = {"width": 3, "deterministic": True, "max_new_tokens": 12}
     case, other = toy(draft, t, **both, **given), plain(draft, t, **both)
-    said = [one.outcome(SeededSampler(0, 0), SeededSampler(0, 1)) for one in (case, other)]
+    said = [one.seeded(0) for one in (case, other)]
     assert said[0] == said[1]
 
 

@@ -331,7 +331,7 @@ def test_cover_says_what_beam_says_token_for_token(draft, t, prices):
         case = toy(draft, t, prices, max_new_tokens=24, width=3, draws=draws)
         other = plain(draft, t, max_new_tokens=24, width=3, draws=draws)
         for seed in range(12):
-            said = [one.outcome(SeededSampler(seed, 0), SeededSampler(seed, 1)) for one in (case, other)]
+            said = [one.seeded(seed) for one in (case, other)]
             assert said[0] == said[1]
 
 
@@ -339,7 +339,7 @@ def test_cover_says_what_beam_says_token_for_token(draft, t, prices):
 def test_the_deterministic_mode_says_what_beam_search_says(draft):
     both = {"width": 3, "deterministic": True, "max_new_tokens": 24, "early_stopping": "never"}
     case, other = toy(draft, _DETERMINISTIC, FREE, **both), plain(draft, _DETERMINISTIC, **both)
-    said = [one.outcome(SeededSampler(0, 0), SeededSampler(0, 1)) for one in (case, other)]
+    said = [one.seeded(0) for one in (case, other)]
     assert said[0] == said[1]
     assert proposed(case) > 0
 
@@ -349,7 +349,7 @@ def test_fewer_calls_are_made_than_without():
     calls = []
     for case in (toy("good", t, FREE, max_new_tokens=40), plain("good", t, max_new_tokens=40)):
         for seed in range(8):
-            case.outcome(SeededSampler(seed, 0), SeededSampler(seed, 1))
+            case.seeded(seed)
         calls.append(case._models[0].calls)
     assert calls[0] < 0.8 * calls[1]
 
@@ -406,7 +406,7 @@ def test_a_draft_is_asked_where_it_promises_more(prices, asked):
     promise = layers_per_ms(prices, known, shape) / layers_per_ms(prices, known, shape._replace(gamma=0))
     assert (promise > 1.1 * assumed_gain(prices, beams)) == asked
     case = toy("good", T(0.7, 3, 0.8), prices, max_new_tokens=24, width=4, draft_width=8, gamma=6)
-    case.outcome(SeededSampler(0, 0), SeededSampler(0, 1))
+    case.seeded(0)
     assert (case._models[1].calls > 0) == asked
 
 
@@ -432,5 +432,5 @@ def test_where_the_draft_has_nothing_to_propose_forests_are_made_without_it():
     case._models[1] = _Blind(DRAFTS["good"][1])
     assert proposed(case) > 0
     assert case._models[1].calls == 0
-    said = [one.outcome(SeededSampler(0, 0), SeededSampler(0, 1)) for one in (case, plain("good", t, **both))]
+    said = [one.seeded(0) for one in (case, plain("good", t, **both))]
     assert said[0] == said[1]

@@ -101,9 +101,7 @@ def test_chi_square_of_2000_seeds(method: str, draft: str) -> None:
     """One run per seed, as a user would; every continuation of up to three tokens is a cell."""
     runs = 2000
     case = toy(method, draft, ON)
-    counts = Counter(
-        case.outcome(SeededSampler(seed, 0), SeededSampler(seed, 1)).answer for seed in range(runs)
-    )
+    counts = Counter(case.seeded(seed).answer for seed in range(runs))
     law = expected(draft, ON, 3)
     assert counts.keys() <= law.keys()
     # Cells too rare for the chi-square law are taken together.
@@ -125,7 +123,7 @@ def test_greedy_is_the_argmax_of_every_step(method: str, t: T) -> None:
     if t.tau == 1e-6:  # not greedy: equal ones share, so no ties here
         table = table + np.array([0, 0.004, 0.002, -0.006])
     case = Toy(by_last(table), None if method == "multinomial" else by_last(table[::-1]), settings, EOS)
-    answers = {case.outcome(SeededSampler(seed, 0), SeededSampler(seed, 1)).answer for seed in range(20)}
+    answers = {case.seeded(seed).answer for seed in range(20)}
     greedy: list[int] = []
     last = 0
     while len(greedy) < 5 and last != 3:

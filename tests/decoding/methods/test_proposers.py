@@ -58,7 +58,7 @@ def test_cover_says_what_beam_says_token_for_token(draft, t, prices):
     plain = Toy(DRAFTS[draft][0], None, settings_for(t, method="beam", max_new_tokens=12), EOS)
     plain.settings = plain.settings.merged({"early_stopping": "first"})
     for seed in range(25):
-        said = [one.outcome(SeededSampler(seed, 0), SeededSampler(seed, 1)) for one in (case, plain)]
+        said = [one.seeded(seed) for one in (case, plain)]
         assert said[0] == said[1]
 
 
@@ -75,13 +75,13 @@ def test_the_deterministic_mode_says_what_beam_search_says(draft):
         for prices in (SPARE, DEAR, None)
     ]
     plain = Toy(DRAFTS[draft][0], None, settings_for(_DETERMINISTIC, method="beam", **given), EOS)
-    said = [one.outcome(SeededSampler(0, 0), SeededSampler(0, 1)) for one in (*cases, plain)]
+    said = [one.seeded(0) for one in (*cases, plain)]
     assert said[0] == said[1] == said[2] == said[3]
 
 
 def calls(case: Toy, seed: int = 0) -> tuple[int, int]:
     """Target and draft forwards of a run."""
-    case.outcome(SeededSampler(seed, 0), SeededSampler(seed, 1))
+    case.seeded(seed)
     target, draft = case._models
     return target.calls, draft.calls
 
@@ -118,7 +118,7 @@ def test_one_seed_gives_one_text():
     t = T(0.9, 3, 0.9)
     for given in ({"verify": "paper"}, {"verify": "continue"}, {"verify": "cover", "threshold": 0.8}):
         case = toy("good", t, max_new_tokens=30, method="dsbd", **given)
-        said = [case.outcome(SeededSampler(7, 0), SeededSampler(7, 1)) for _ in range(3)]
+        said = [case.seeded(7) for _ in range(3)]
         assert said[0] == said[1] == said[2]
 
 
