@@ -128,9 +128,8 @@ class Settings:
             # Not read, and `dataclasses.replace` hands a default on as if it were given.
             object.__setattr__(self, "min_width", self.width)
         _check_widths(self.min_width, self.width)
-        beams = 1 if self.method in ONE_BEAM_METHODS else self.width
-        if self.num_return > beams:
-            raise UserError(f"num-return {self.num_return} is more than the {beams} beam(s) of this run")
+        if self.num_return > self.beams:
+            raise UserError(f"num-return {self.num_return} is more than the {self.beams} beam(s) of this run")
         if self.draws == "distinct" and self.width_rule == "paper" and self.threshold is not None:
             raise UserError("width-rule paper counts iid draws: beside draws distinct, leave it out")
         for name in NO_DRAWS:
@@ -146,6 +145,11 @@ class Settings:
             for name in SAMPLING_ONLY:
                 if getattr(self, name) != DEFAULTS.get(name, getattr(self, name)):
                     raise UserError(f"{_option(name)} has no meaning beside deterministic: leave it out")
+
+    @property
+    def beams(self) -> int:
+        """W; 1 for methods of one sequence, whatever the width."""
+        return 1 if self.method in ONE_BEAM_METHODS else self.width
 
     def merged(self, given: Mapping[str, Any]) -> Settings:
         """These settings with what the user gave laid over them.

@@ -3,6 +3,7 @@
 from dsbd_cli.prices.forest import (
     Acceptance,
     Shape,
+    beams_of,
     best_forest,
     best_iteration,
     distinct_beams,
@@ -16,6 +17,7 @@ __all__ = [
     "Curve",
     "Prices",
     "Shape",
+    "beams_of",
     "best_forest",
     "best_iteration",
     "distinct_beams",

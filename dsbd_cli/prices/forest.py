@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from dsbd_cli.prices.table import Prices
+from dsbd_cli.settings import Settings
 
 # What is believed of a pair before anything is known of it: one beam's next token is among the draft's k best
 # with probability 1 - _MISS * k ** -_RANK, and D distinct beams all are with that to the power D ** _JOINT.
@@ -45,6 +46,12 @@ def draft_widths(most: int) -> tuple[int, ...]:
 def distinct_beams(width: int, *, without_replacement: bool = False) -> float:
     """How many distinct beams `width` draws leave, about; all of them where beams are distinct by rule."""
     return float(width) if without_replacement else width**_DISTINCT
+
+
+def beams_of(settings: Settings) -> float:
+    """How many distinct beams a layer of these settings leaves, about."""
+    apart = settings.deterministic or settings.draws == "distinct"
+    return distinct_beams(settings.beams, without_replacement=apart)
 
 
 @dataclass(frozen=True)

@@ -9,12 +9,12 @@ from dsbd_cli.batch.items import item_seed
 from dsbd_cli.decoder import Decoder
 from dsbd_cli.decoding import Event, Finished, Iteration
 from dsbd_cli.errors import UserError
-from dsbd_cli.prices import Acceptance, Prices
+from dsbd_cli.prices import Acceptance, Prices, beams_of
 from dsbd_cli.prompts import Prompt
 from dsbd_cli.result import Result
-from dsbd_cli.settings import ONE_BEAM_METHODS, Settings
+from dsbd_cli.settings import Settings
 from dsbd_cli.tune.counts import Counts
-from dsbd_cli.tune.search import DRAFT_WIDTHS, GAMMAS, Answer, Seen, beams_of
+from dsbd_cli.tune.search import DRAFT_WIDTHS, GAMMAS, Answer, Seen
 
 _DEPTH, _WIDTH = max(GAMMAS), max(DRAFT_WIDTHS)
 
@@ -48,7 +48,7 @@ class PairBench:
         return found.prices
 
     def look(self, settings: Settings) -> Seen:
-        width = 1 if settings.method in ONE_BEAM_METHODS else settings.width
+        width = settings.beams
         drawn = settings.method == "speculative" or (
             settings.verify != "cover" and not settings.deterministic
         )

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
-from dsbd_cli.prices import Acceptance, Prices, Shape, best_forest, distinct_beams, layers_per_ms
+from dsbd_cli.prices import Acceptance, Prices, Shape, beams_of, best_forest, layers_per_ms
 from dsbd_cli.settings import ONE_BEAM_METHODS, Settings
 
 GAMMAS = (1, 2, 3, 4, 5, 6, 8)
@@ -111,13 +111,6 @@ class Outcome(NamedTuple):
 def drafting(settings: Settings) -> bool:
     """Whether these settings have forests to choose (specinfer has a tree of its own)."""
     return settings.method in ("dsbd", "speculative")
-
-
-def beams_of(settings: Settings) -> float:
-    """How many distinct beams a layer of these settings leaves, about."""
-    width = 1 if settings.method in ONE_BEAM_METHODS else settings.width
-    apart = settings.deterministic or settings.draws == "distinct"
-    return distinct_beams(width, without_replacement=apart)
 
 
 def candidates(settings: Settings, loss: float) -> list[Settings]:

@@ -20,7 +20,7 @@ from dsbd_cli.decoding.methods.specinfer import TreeProposer, specinfer
 from dsbd_cli.decoding.model.protocol import Demand, Engine, Need, TreeModel
 from dsbd_cli.decoding.tree.events import Iteration, Layer
 from dsbd_cli.decoding.tree.sequences import Hypotheses, Trie
-from dsbd_cli.prices import Acceptance, Prices, distinct_beams
+from dsbd_cli.prices import Acceptance, Prices, beams_of
 from dsbd_cli.settings import DEFAULT_TREE, DRAFTING, ONE_BEAM_METHODS, Settings, width_from_target
 
 
@@ -94,13 +94,6 @@ def distinct_of(settings: Settings) -> int:
     return settings.width if settings.deterministic or draws_distinct(settings) else 0
 
 
-def beams_of(settings: Settings) -> float:
-    """Distinct beams that these settings leave, about."""
-    return distinct_of(settings) or distinct_beams(
-        1 if settings.method in ONE_BEAM_METHODS else settings.width
-    )
-
-
 def forest_shape(settings: Settings, prices: Prices | None, unread: int = 0) -> ForestShape | None:
     """How large these settings' forests are to be; None where they are all alike, or there are none.
 
@@ -112,13 +105,13 @@ def forest_shape(settings: Settings, prices: Prices | None, unread: int = 0) -> 
         return None
     pruned = forest_mass(settings) < 1
     one_beam, drawn = settings.method in ONE_BEAM_METHODS, not takes_most_probable(settings)
-    width, beams = 1 if one_beam else settings.width, beams_of(settings)
+    beams = beams_of(settings)
     first = Acceptance.assumed(
         beams,
         settings.gamma,
         1 if one_beam else settings.draft_width,
         pruned=pruned,
-        least=width if drawn else 1,
+        least=settings.beams if drawn else 1,
     )
     narrow = not isinstance(width_rule_of(settings), ThresholdWidth)
     shape = ForestShape(
@@ -160,7 +153,7 @@ def forest_mass(settings: Settings) -> float:
 def most_nodes(settings: Settings, prompt_tokens: int, budget: int) -> int:
     """Slots that a request may come to need in either model: its prompt, W sequences as long as may be, and the
     forests of two iterations in flight."""
-    width = 1 if settings.method in ONE_BEAM_METHODS else settings.width
+    width = settings.beams
     forest = settings.gamma * settings.draft_width if settings.method in DRAFTING else 0
     if settings.method in DRAFTING:
         forest += CHAINS * settings.lookup * width
@@ -179,7 +172,7 @@ def demand_of(settings: Settings, drafts: bool) -> Demand:
         drafts: whether there is a draft to go with the target.
     """
     one_beam = settings.method in ONE_BEAM_METHODS
-    width = 1 if one_beam else settings.width
+    width = settings.beams
     plain = not drafts or settings.method not in DRAFTING
     why_not_pipelined = why_not_captured = ""
     if not plain and draws_distinct(settings) and not takes_most_probable(settings):
@@ -230,7 +223,7 @@ def start(
         shape: `forest_shape` for these prices, where it was asked already; None makes one.
     """
     one_beam = settings.method in ONE_BEAM_METHODS
-    width = 1 if one_beam else settings.width
+    width = settings.beams
     processor = draft_processor(settings)
     gamma = settings.gamma
     proposer: Proposer | None = None
