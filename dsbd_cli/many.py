@@ -8,15 +8,15 @@ module, since joining, serving and leaving keep the same few lists in step.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field, replace
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from operator import attrgetter
 from typing import Any, Protocol, TypeVar
 
 from dsbd_cli.decoding import (
     Compute,
-    Demand,
     HfTreeModel,
     Iteration,
     Layer,
@@ -28,24 +28,20 @@ from dsbd_cli.decoding import (
     SeededSampler,
     SharedModel,
     Turn,
-    demand_of,
-    draft_processor,
     forest_is_free,
     loop_of,
     most_nodes,
     quiet,
     start,
-    top_n_needed,
 )
 from dsbd_cli.errors import UserError
 from dsbd_cli.generation import Generation, Host, Planned
 from dsbd_cli.group import group_of
 from dsbd_cli.loading.memory import free_memory
-from dsbd_cli.prices import Acceptance, best_iteration, distinct_beams
-from dsbd_cli.prices.captured import measure_captured
 from dsbd_cli.prompts import Prompt
 from dsbd_cli.result import Result
 from dsbd_cli.settings import Settings
+from dsbd_cli.sharing import Buffers, Iterations, Kind
 from dsbd_cli.steps import Steps
 
 # How many prompts at a time where nothing is said.
@@ -58,10 +54,6 @@ _SPARE = 4096
 _ROWS, _CAPTURED_ROWS = 64, 128
 # On a GPU prompts join by this part of the batch at a time.
 _GROUPS = 8
-# Milliseconds of the host for a request's part of an iteration on the device, for each layer of it and for each
-# node of its forest, as whole batches beside an H100 showed them. What is measured of a machine (`prices.host`) is the
-# code alone, without launches, copies and prompts that join: it can only say that a machine is slower than that.
-_HOST_MS = (0.15, 0.15, 0.06)
 _FULL = "the draft's context is full: going on without a draft, same law"
 _SHARED_ENERGY = "several prompts share the forwards: measure the whole run"
 
@@ -145,14 +137,19 @@ class _Member(Generation):
         need: what it waits for; None before it has begun.
         done: its result is there to be made.
         later: the draft reads the prompt when it is first asked, or never.
+        size: slots that it may come to need. kind: with whom it may share iterations on a device.
+        lacks_room: there was none for a draft when one was to be asked.
+        begun: there is a run of it.
     """
 
     target: RequestModel
     draft: RequestModel | None
+    run: Run
 
-    def __init__(self, index: int, decoder: Sharing, plan: Planned) -> None:
+    def __init__(self, index: int, decoder: Sharing, plan: Planned, size: int) -> None:
         super().__init__(decoder, plan, None, None)
-        self.index, self.plan = index, plan
+        self.index, self.plan, self.size, self.begun = index, plan, size, False
+        self.kind, self.lacks_room = Kind.of(plan.settings, self.trie, plan.drafts), False
         self.notes = list(plan.notes)
         self.need: Compute | Turn | None = None
         self.done = False
@@ -191,6 +188,7 @@ class _Member(Generation):
             prompt=self.ids,
             shape=self.shape,
         )
+        self.begun = True
         self._loop = loop_of(self.run, self.settings) if self.budget > 0 else iter(())
 
     def advance(self) -> None:
@@ -222,27 +220,6 @@ class _Member(Generation):
                 model.leave(keep)
 
 
-@dataclass(eq=False)
-class Buffers:
-    """What requests of a pair share, and what was captured for it; kept from one batch to the next.
-
-    Attributes:
-        size, slots: of the batch that it was made for.
-        target, draft: made when they are first needed.
-        pipelines: what runs whole iterations on the device, by demand.
-        fitting: demands with the forests that are worth their price, by what they follow from.
-        taken: a batch has it.
-    """
-
-    size: int
-    slots: int | None
-    target: SharedModel | None = None
-    draft: SharedModel | None = None
-    pipelines: dict[Any, Pipeline | None] = field(default_factory=dict)
-    fitting: dict[Any, Demand] = field(default_factory=dict)
-    taken: bool = True
-
-
 class Batch:
     """Prompts under way on one pair; a context manager.
 
@@ -267,10 +244,12 @@ class Batch:
         # Where a prompt joins it is computed while the others wait: several at a time then.
         self._group = max(1, self.size // _GROUPS) if on_gpu else 1
         self._buffers = decoder.step(self._kept_buffers)
+        self._iterations = Iterations(decoder, self._buffers)
         self._members: list[_Member] = []
         self._joined: list[_Member] = []  # let in, not begun
         self._prefilling: tuple[list[_Member], Iterator[None]] | None = None
-        self._waiting: tuple[int, Planned] | None = None
+        self._coming: list[tuple[int, Planned]] = []  # taken in this round
+        self._waiting: deque[tuple[int, Planned]] = deque()  # for memory
         self._told = False
         self._torn = self._closed = False
 
@@ -322,7 +301,7 @@ class Batch:
         tokens = sum(len(member.tally.widths) for member in self._members)
         running = self._running()
         reading = running - len(self._members)
-        return Load(running, int(self._waiting is not None), free, slots, reading, tokens)
+        return Load(running, len(self._waiting), free, slots, reading, tokens)
 
     def answers(self, asked: Iterable[Asked | None], pulse: Pulse | None = None) -> Iterator[Answer]:
         """Decode prompts; answers as they come.
@@ -341,8 +320,10 @@ class Batch:
         while more or self._members or self._prefilling or self._waiting:
             if self._closed:
                 raise UserError("this batch was closed while its prompts were under way")
-            while more and not self._waiting and self._running() < self.size:
-                if not self._joined and self._running() > 0 and self._running() > self.size - self._group:
+            pausing = False
+            pulling = more and not self._waiting
+            while more and pulling and self._running() < self.size:
+                if not self._coming and self._running() > max(0, self.size - self._group):
                     break
                 try:
                     one = next(source, False)
@@ -351,6 +332,7 @@ class Batch:
                 if one is False:
                     more = False
                 elif one is None:
+                    pausing = True
                     break
                 else:
                     assert isinstance(one, tuple)
@@ -362,10 +344,12 @@ class Batch:
                         if (alone := self._alone(index, plan, one[0])) is not None:
                             yield alone
                         else:
-                            self._step(partial(self._admit, index, plan))
+                            self._coming.append((index, plan))
                     index += 1
-            if self._waiting is not None:
-                self._step(partial(self._admit, *self._waiting))
+            # Those that wait for memory come one by one as others leave.
+            over = not more and (pulling or not self._waiting)
+            self._iterations.follow(self._running(), more=more and pulling and not pausing, over=over)
+            self._step(self._admit)
             yield from self._refused()
             if pulse is not None:
                 pulse(self.load)
@@ -376,7 +360,8 @@ class Batch:
     # Coming and going.
 
     def _running(self) -> int:
-        return len(self._joined) + len(self._members) + (len(self._prefilling[0]) if self._prefilling else 0)
+        joining = self._prefilling[0] if self._prefilling else []
+        return len(self._coming) + len(self._joined) + len(joining) + len(self._members)
 
     def _alone(self, index: int, plan: Planned, prompt: Prompt) -> Answer | None:
         """The answer of a prompt that cannot share forwards, decoded at once; None where it can."""
@@ -386,41 +371,40 @@ class Batch:
         result = self.decoder.generate(prompt, plan.settings, energy=False)
         return Answer(index, result, None, plan.notes)
 
-    def _admit(self, index: int, plan: Planned) -> None:
-        """Let a new member in, or let it wait for memory."""
-        self._waiting = None
-        settings = plan.settings
+    def _admit(self) -> None:
+        """Let those that come and those that wait in, as far as memory allows."""
+        self._waiting += self._coming
+        self._coming = []
+        while self._waiting and (member := self._admitted(*self._waiting[0])) is not None:
+            self._waiting.popleft()
+            self._joined.append(member)
+
+    def _admitted(self, index: int, plan: Planned) -> _Member | None:
+        """A new member, or None: there is no room for it now."""
+        settings, decoder = plan.settings, self.decoder
         size = most_nodes(settings, len(plan.ids), plan.budget)
-        decoder = self.decoder
         if self._buffers.target is None:
             self._buffers.target = self._shared(decoder.target, size)
         if plan.drafts and self._buffers.draft is None:
             assert decoder.draft is not None
             decoder.draft.require_tree()
             self._buffers.draft = self._shared(decoder.draft, size)
-        member = _Member(index, decoder, plan)
-        root, top_n = member.trie.root, top_n_needed(settings, len(member.trie.eos_ids))
-        target = self._buffers.target.admit(plan.ids, root, size, top_n)
-        draft = None
-        if target is not None and plan.drafts and self._pays(settings, target.logits.size):
-            assert self._buffers.draft is not None
-            draft = self._buffers.draft.admit(plan.ids, root, size, draft_processor(settings).top_n)
-            if draft is None:
-                target.leave()
-                target = None
+        member = _Member(index, decoder, plan, size)
+        target = self._buffers.target.admit(plan.ids, member.trie.root, size, member.kind.top_n[0])
         if target is None:
-            self._waiting = index, plan
-            return
-        member.target, member.draft = target, draft
-        self._joined.append(member)
+            return None
+        member.target, member.draft = target, None
+        if plan.drafts and self._iterations.pays(member.kind, settings) and not self._gets_draft(member):
+            target.leave()
+            return None
+        return member
 
     def _refused(self) -> Iterator[Answer]:
         """A prompt that has to wait though nobody is under way would wait for ever."""
-        if self._waiting is None:
+        if not self._waiting:
             return
-        index, plan = self._waiting
         if self._running() == 0:
-            self._waiting = None
+            index, plan = self._waiting.popleft()
             slots = most_nodes(plan.settings, len(plan.ids), plan.budget)
             yield Answer(index, None, UserError(
                 f"the prompt may need {slots} tokens of keys and values, and memory has room for "
@@ -471,8 +455,13 @@ class Batch:
         if next(steps, self) is not self:
             return
         self._prefilling = None
-        for member in members:
-            member.begin(self._pipeline(member))
+        pipelines = [self._pipeline(member) for member in members]
+        self._catch_up([
+            member for member, pipeline in zip(members, pipelines, strict=True)
+            if pipeline is not None and pipeline.forest_shape[1]
+        ])  # fmt: skip
+        for member, pipeline in zip(members, pipelines, strict=True):
+            member.begin(pipeline)
             member.advance()
         self._members += members
 
@@ -498,70 +487,62 @@ class Batch:
             assert shared is not None
             shared.compute([need for _, need in served])
         turns = [member for member in waiting if isinstance(member.need, Turn)]
+        moves = self._moves(waiting)
+        left = {member.seat.pipeline for member in moves if member.seat is not None}
         for pipeline in dict.fromkeys(member.seat.pipeline for member in turns if member.seat is not None):
-            pipeline.step()
+            pipeline.step(ahead=pipeline not in left)
         for member in [*(member for member, _ in served), *turns]:
             member.advance()
+        self._move({member: pipeline for member, pipeline in moves.items() if not member.done})
         self._members = [member for member in self._members if member not in done]
         return done
 
+    def _move(self, moves: Mapping[_Member, Pipeline]) -> None:
+        self._catch_up([member for member, pipeline in moves.items() if pipeline.forest_shape[1]])
+        for member, pipeline in moves.items():
+            assert member.seat is not None
+            member.seat.move(pipeline, member.draft if pipeline.forest_shape[1] else None)
+
+    def _moves(self, members: Sequence[_Member]) -> dict[_Member, Pipeline]:
+        """Where those that have a seat go on, if not where they are."""
+        found = {}
+        for member in members:
+            if member.seat is not None:
+                wanted = self._pipeline(member)
+                if wanted is not None and wanted is not member.seat.pipeline:
+                    found[member] = wanted
+        return found
+
     def _pipeline(self, member: _Member) -> Pipeline | None:
         """What runs whole iterations on the device for requests like this one; None: the host verifies."""
-        assert self._buffers.target is not None
-        demand = demand_of(member.settings, member.draft is not None)
-        draft = self._buffers.draft if member.draft is not None else None
-        eos = tuple(sorted(member.trie.eos_ids))
-        top_n = member.target.logits.size, 0 if member.draft is None else member.draft.logits.size
-        key = demand, top_n, draft is None
-        pipelines = self._buffers.pipelines
-        if key not in pipelines:
-            free = forest_is_free(member.settings) and not demand.why_not_pipelined
-            if draft is not None and demand.gamma and free and draft.model.captured:
-                demand = self._fitting(member.settings, demand, draft, top_n)
-            draft = draft if demand.gamma else None
-            pipelines[key] = self.decoder.engines.together(
-                self._buffers.target, draft, demand, eos, top_n, self.size
-            )
-        return pipelines[key]
+        found = self._iterations.pipeline(member.kind, member.settings, member.plan.drafts)
+        if found is None or not found.forest_shape[1] or self._gets_draft(member):
+            return found
+        return self._iterations.pipeline(member.kind, member.settings, False)
 
-    def _pays(self, settings: Settings, top_n: int) -> bool:
-        """Whether a draft is worth asking; else it need not see the prompt either, and the text is the same."""
-        draft = self._buffers.draft
-        demand = demand_of(settings, drafts=True)
-        if (
-            draft is None
-            or demand.why_not_pipelined
-            or not draft.model.captured
-            or not forest_is_free(settings)
-        ):
-            return True
-        return self._fitting(settings, demand, draft, (top_n, draft_processor(settings).top_n)).gamma > 0
+    def _gets_draft(self, member: _Member) -> bool:
+        """Whether it has a draft to ask, from now on if not before: there may be no room."""
+        if member.draft is None and not member.lacks_room:
+            draft, ids, root = self._buffers.draft, member.plan.ids, member.trie.root
+            assert draft is not None
+            member.draft = draft.admit(ids, root, member.size, member.kind.top_n[1])
+            member.lacks_room = member.draft is None
+        return member.draft is not None
 
-    def _fitting(
-        self, settings: Settings, demand: Demand, draft: SharedModel, top_n: tuple[int, int]
-    ) -> Demand:
-        """The demand with a forest that is worth its price for as many requests as there may be."""
-        key = demand, top_n, settings.prices
-        if (known := self._buffers.fitting.get(key)) is None:
-            known = self._buffers.fitting[key] = self._fitted(settings, demand, draft, top_n)
-        return known
-
-    def _fitted(
-        self, settings: Settings, demand: Demand, draft: SharedModel, top_n: tuple[int, int]
-    ) -> Demand:
-        target = self._buffers.target
-        assert target is not None
-        prices = self.decoder.prices.captured(settings, lambda: measure_captured(target, draft, top_n))
-        if prices is None:
-            return demand
-        host = self.decoder.prices.host(settings)
-        beams = distinct_beams(demand.width, without_replacement=demand.distinct)
-        known = Acceptance.assumed(beams, demand.gamma, demand.draft_width)
-        shape = best_iteration(
-            prices, known, requests=self.size, width=demand.width, max_gamma=demand.gamma,
-            max_draft_width=demand.draft_width, host_ms=[_HOST_MS, *([] if host is None else [host.ms])],
-        )  # fmt: skip
-        return replace(demand, gamma=shape.gamma, draft_width=shape.draft_width if shape.gamma else 0)
+    def _catch_up(self, members: Iterable[_Member]) -> None:
+        """Drafts that are asked from now on read what they have not."""
+        shared, drafts = self._buffers.draft, [member.draft for member in members if member.draft is not None]
+        if shared is None or not drafts:
+            return
+        for _ in shared.prefill([draft for draft in drafts if draft.unread]):
+            pass
+        needs = []
+        for member in members:
+            beams = member.run.hypotheses.active if member.begun else []
+            if (draft := member.draft) is not None:
+                above = dict.fromkeys(node.parent for node in beams if node.parent is not None)
+                needs.append(Compute(draft, [node for node in above if node not in draft.tree]))
+        shared.compute(needs)
 
 
 def _chained(*parts: Iterator[None]) -> Iterator[None]:

@@ -302,8 +302,11 @@ class Pipeline:
         return uniforms, Uniforms(request.draft_sampler, layout.gamma * layout.draft_width)
 
     @torch.inference_mode()
-    def step(self) -> None:
+    def step(self, ahead: bool = True) -> None:
         """Launch the next iteration, wait for the one in flight, and commit what it decided.
+
+        Args:
+            ahead: whether to launch; without, what was in flight is the last, and lanes may move (`Seat.move`).
 
         `commit` of every lane is called for every layer, in order, with its draws and, where there is a
         drafted layer beside it, whether the forest holds each, or the verdicts on that layer's draws; it returns
@@ -317,7 +320,7 @@ class Pipeline:
             for lane in lanes:
                 self._leave(lane)
             return
-        if len(self._in_flight) == 1:
+        if ahead and len(self._in_flight) == 1:
             self._launch_ahead()
         iteration = self._in_flight.popleft()
         wanted = [part is not None and not part.void for part in iteration.parts]
@@ -339,7 +342,8 @@ class Pipeline:
         alive = [part.lane for part, one in done if one.whole]
         everyone = len(alive) == sum(lane is not None for lane in self._lanes)
         fit = all(lane.fits(lane.request.hypotheses.active[0].depth) for lane in alive)
-        if alive and everyone and fit and not self._in_flight and not any(lane.anew for lane in alive):
+        starts_anew = any(lane.anew for lane in alive)
+        if ahead and alive and everyone and fit and not self._in_flight and not starts_anew:
             self._launch(alive)
         for part, one in done:
             self._adopt(part, one)
@@ -620,6 +624,20 @@ class Seat:
     def step(self) -> None:
         """One iteration for all who have a seat."""
         self.pipeline.step()
+
+    def move(self, pipeline: Pipeline, draft: Any) -> None:
+        """Go on in another pipeline; what is in flight for the request is dropped (`Pipeline.step`).
+
+        Args:
+            draft: the model as the request sees it, or None where nothing is drafted there.
+        """
+        lane = self._lane if self._lane is not None and self.pipeline.has(self._lane) else None
+        self.leave()
+        self.pipeline, self.draft, self.forest = pipeline, draft, Forest()
+        if draft is not None:  # since it was last asked, most of what it knows has died
+            draft.retain(() if lane is None else lane.request.hypotheses.active)
+        if lane is not None:
+            self._lane = pipeline.join(self, lane.request, lane.commit)
 
     def leave(self) -> None:
         """The request goes: nobody will ask for what is in flight for it."""

@@ -1,0 +1,171 @@
+"""What the requests of a batch share: buffers, and iterations on a device for about as many as are under way.
+
+An iteration on a device is captured for a number of places, and costs what they cost whether anybody has them.
+So there are iterations with all places of a batch, with half of them, a quarter and so on, and requests move to where
+they fit: at the end of a file, and where prompts come one at a time, larger forests pay (docs/design.md section 10).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple, Protocol
+
+from dsbd_cli.decoding import (
+    Demand,
+    Engines,
+    Pipeline,
+    SharedModel,
+    Trie,
+    demand_of,
+    draft_processor,
+    forest_is_free,
+    top_n_needed,
+)
+from dsbd_cli.prices import Acceptance, best_iteration, distinct_beams
+from dsbd_cli.prices.captured import measure_captured
+from dsbd_cli.prices.pair import PairPrices
+from dsbd_cli.settings import Settings
+
+# Milliseconds of the host for a request's part of an iteration on the device, for each layer of it and for each
+# node of its forest, where that is not measured on this machine (`prices.host`): as whole batches beside an H100
+# showed them.
+_HOST_MS = (0.15, 0.15, 0.06)
+
+
+class Pair(Protocol):
+    """Whose models a batch shares."""
+
+    engines: Engines
+    prices: PairPrices
+
+
+@dataclass(eq=False)
+class Buffers:
+    """What requests of a pair share, and what was captured for it; kept from one batch to the next.
+
+    Attributes:
+        size, slots: of the batch that it was made for.
+        target, draft: made when they are first needed.
+        pipelines: what runs whole iterations on the device, by kind of request and places.
+        fitting: demands with the forests that are worth their price, by what they follow from.
+        taken: a batch has it.
+    """
+
+    size: int
+    slots: int | None
+    target: SharedModel | None = None
+    draft: SharedModel | None = None
+    pipelines: dict[Any, Pipeline | None] = field(default_factory=dict)
+    fitting: dict[Any, Demand] = field(default_factory=dict)
+    taken: bool = True
+
+
+class Kind(NamedTuple):
+    """Requests that may share iterations.
+
+    Attributes:
+        demand: with full forests.
+        top_n: entries of each row of logits that the target and the draft keep.
+        eos: ids that end a sequence.
+        prices, forest: the settings.
+        moves: the text depends neither on forests nor on where iterations end.
+    """
+
+    demand: Demand
+    top_n: tuple[int, int]
+    eos: tuple[int, ...]
+    prices: str
+    forest: str
+    moves: bool
+
+    @classmethod
+    def of(cls, settings: Settings, trie: Trie, drafts: bool) -> Kind:
+        """That of a request; `drafts`: it may ask a draft."""
+        demand = demand_of(settings, drafts)
+        top_n = top_n_needed(settings, len(trie.eos_ids)), draft_processor(settings).top_n if drafts else 0
+        moves = not demand.gamma or forest_is_free(settings)
+        return cls(demand, top_n, tuple(sorted(trie.eos_ids)), settings.prices, settings.forest, moves)
+
+
+class Iterations:
+    """Whole iterations on a device for the requests of one batch.
+
+    Args:
+        pair: whose models. buffers: what they have in a batch.
+
+    Attributes:
+        places: of an iteration, from now on.
+    """
+
+    def __init__(self, pair: Pair, buffers: Buffers) -> None:
+        self._pair, self._buffers = pair, buffers
+        self._sizes = [buffers.size]
+        while self._sizes[-1] > 1:
+            self._sizes.append((self._sizes[-1] + 1) // 2)
+        self.places = 1
+
+    def follow(self, running: int, *, more: bool, over: bool) -> None:
+        """Have places for those that are under way.
+
+        Args:
+            running: how many.
+            more: others take their places at once. over: none will.
+        """
+        wanted = self._sizes[0] if more else min(size for size in self._sizes if size >= running)
+        # A move costs an iteration, so where prompts come and go three of four places have to be empty.
+        if wanted > self.places or over or wanted <= self.places // 4:
+            self.places = wanted
+
+    def pays(self, kind: Kind, settings: Settings) -> bool:
+        """Whether a draft is worth asking; else it need not see the prompt either, and the text is the same."""
+        return not self._priced(kind) or self._fitted(kind, settings).gamma > 0
+
+    def pipeline(self, kind: Kind, settings: Settings, drafts: bool) -> Pipeline | None:
+        """What runs such requests' iterations; None: the host verifies.
+
+        Args:
+            settings: of one of them. drafts: a draft can be asked.
+        """
+        places = self.places if kind.moves else self._sizes[0]
+        key, pipelines = (kind, places, drafts), self._buffers.pipelines
+        if key not in pipelines:
+            demand = kind.demand
+            if not drafts:
+                demand = replace(demand, gamma=0, draft_width=0)
+            elif self._priced(kind):
+                demand = self._fitted(kind, settings)
+            draft = self._buffers.draft if demand.gamma else None
+            top_n = kind.top_n[0], kind.top_n[1] if draft is not None else 0
+            assert self._buffers.target is not None
+            pipelines[key] = self._pair.engines.together(
+                self._buffers.target, draft, demand, kind.eos, top_n, places
+            )
+        return pipelines[key]
+
+    def _priced(self, kind: Kind) -> bool:
+        """Whether the forests of such requests follow prices."""
+        draft = self._buffers.draft
+        drafts = kind.moves and kind.demand.gamma > 0 and not kind.demand.why_not_pipelined
+        return drafts and draft is not None and draft.model.captured
+
+    def _fitted(self, kind: Kind, settings: Settings) -> Demand:
+        """The demand with a forest that is worth its price for as many requests as there are places."""
+        key = kind, self.places
+        if (known := self._buffers.fitting.get(key)) is None:
+            known = self._buffers.fitting[key] = self._fit(kind, settings)
+        return known
+
+    def _fit(self, kind: Kind, settings: Settings) -> Demand:
+        target, draft, demand = self._buffers.target, self._buffers.draft, kind.demand
+        assert target is not None
+        prices = self._pair.prices.captured(settings, lambda: measure_captured(target, draft, kind.top_n))
+        if prices is None:
+            return demand
+        host = self._pair.prices.host(settings)
+        beams = distinct_beams(demand.width, without_replacement=demand.distinct)
+        known = Acceptance.assumed(beams, demand.gamma, demand.draft_width)
+        shape = best_iteration(
+            prices, known, requests=self.places, width=demand.width, max_gamma=demand.gamma,
+            max_draft_width=demand.draft_width, host_ms=_HOST_MS if host is None else host.ms,
+        )  # fmt: skip
+        return replace(demand, gamma=shape.gamma, draft_width=shape.draft_width if shape.gamma else 0)

@@ -1,0 +1,174 @@
+"""Places of iterations follow the requests under way, and whoever moves says what it says alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dsbd_cli import Decoder, Settings
+from dsbd_cli.decoding import Seat, SharedModel
+from dsbd_cli.many import Batch
+from dsbd_cli.prices import Curve, Prices
+from dsbd_cli.prices.host import HostPrices
+from dsbd_cli.sharing import Buffers, Iterations
+from tests import builders
+from tests.test_many import captured, told
+
+# More nodes cost in proportion: forests for few requests only.
+TARGET, DRAFT = Curve((1, 16, 32, 1024), (1.0, 1.1, 2.0, 64.0)), Curve((1, 1024), (0.01, 0.02))
+
+
+@pytest.fixture
+def decoder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Decoder:
+    """Run as a GPU would run it, with a draft that often agrees."""
+    for name in "td":
+        builders.rand(tmp_path / name, max_position_embeddings=256, initializer_range=0.2)
+    decoder = captured(Decoder.from_pair(tmp_path / "t", tmp_path / "d", dtype="float32"))
+    monkeypatch.setattr(decoder.prices, "captured", lambda *_: Prices(TARGET, DRAFT))
+    monkeypatch.setattr(decoder.prices, "host", lambda *_: HostPrices(0.001, 0.001, 0.0))
+    return decoder
+
+
+@pytest.fixture
+def moved(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int, bool]]:
+    """Places that requests left and went to, and whether they go on with a forest."""
+    found: list[tuple[int, int, bool]] = []
+    real = Seat.move
+
+    def move(self: Seat, pipeline: Any, draft: Any) -> None:
+        places = [one._iteration.layout.requests for one in (self.pipeline, pipeline)]
+        real(self, pipeline, draft)
+        assert self._lane is not None
+        found.append((places[0], places[1], draft is not None))
+
+    monkeypatch.setattr(Seat, "move", move)
+    return found
+
+
+def places(steps: list[tuple[int, bool, bool]], size: int) -> list[int]:
+    iterations, found = Iterations(None, Buffers(size, None)), []  # type: ignore[arg-type]
+    for running, more, over in steps:
+        iterations.follow(running, more=more, over=over)
+        found.append(iterations.places)
+    return found
+
+
+@pytest.mark.parametrize("size", [1, 2, 6, 64])
+def test_there_is_a_place_for_everyone_and_at_a_files_end_for_few_more(size: int) -> None:
+    down = places([(running, False, True) for running in range(size, 0, -1)], size)
+    for running, found in zip(range(size, 0, -1), down, strict=True):
+        assert running <= found <= size
+        assert found < 2 * running + 1
+    assert down == sorted(down, reverse=True)
+    assert places([(1, True, False)], size) == [size]
+
+
+def test_where_prompts_come_and_go_places_are_not_given_up_for_one_that_left() -> None:
+    steps = [(8, False, False), (7, False, False), (4, False, False), (3, False, False), (2, False, False),
+             (3, False, False), (9, False, False), (3, True, False)]  # fmt: skip
+    assert places(steps, 16) == [8, 8, 8, 8, 2, 4, 16, 16]
+
+
+@pytest.mark.parametrize("way", [
+    {}, {"method": "beam"}, {"deterministic": True}, {"stop": ("e",)}, {"num_return": 3}, {"draws": "distinct"},
+])  # fmt: skip
+def test_at_the_end_of_a_file_few_requests_share_small_iterations_with_forests(
+    decoder: Decoder, moved: list[tuple[int, int, bool]], way: dict[str, Any]
+) -> None:
+    drawn = {} if way.get("deterministic") else {"top_k": 12, "temperature": 0.2}
+    own = [
+        Settings(
+            seed=i, max_new_tokens=6 + 9 * (i % 7), threshold=None, early_stopping="never", **drawn, **way
+        )
+        for i in range(11)
+    ]
+    prompts = [f"prompt {i} {'xyz' * (i % 5)}" for i in range(11)]
+    with Batch(decoder, 8) as batch:
+        answers = sorted(batch.answers(zip(prompts, own, strict=True)), key=lambda answer: answer.index)
+        shared = batch._buffers
+    many = [answer.result for answer in answers if answer.result is not None]
+    for prompt, one, got in zip(prompts, own, many, strict=True):
+        assert told(got) == told(decoder.generate(prompt, one))
+    assert {before for before, _, _ in moved} >= {8, 4}
+    assert all(after < before for before, after, _ in moved)
+    drafting = [forest for _, _, forest in moved]
+    # The draft joins in where few are left, and has read the answers so far.
+    assert any(drafting) is (way.get("method") != "beam")
+    assert not all(drafting)
+    if any(drafting):
+        assert max(one.stats.layers - one.stats.target_calls for one in many) > 2
+    for model in (shared.target, shared.draft):
+        assert model is None or model.free == model.regions.capacity
+        assert model is None or len(model.stores.masks._free) == len(model.stores.masks.table) - 1
+
+
+def test_prompts_that_come_one_by_one_get_large_forests_and_room_when_more_come(
+    decoder: Decoder, moved: list[tuple[int, int, bool]]
+) -> None:
+    own = Settings(seed=1, max_new_tokens=24, threshold=None, top_k=12, early_stopping="never")
+    prompts = ["first", "second", "third", "fourth", "fifth"]
+    with Batch(decoder, 8) as batch:
+
+        def source() -> Iterator[tuple[str, Settings] | None]:
+            yield prompts[0], own
+            for _ in range(4):
+                yield None
+            yield from ((prompt, own) for prompt in prompts[1:])
+            while batch.load().running:
+                yield None
+
+        answers = sorted(batch.answers(source()), key=lambda answer: answer.index)
+    for prompt, answer in zip(prompts, answers, strict=True):
+        assert answer.result is not None
+        assert told(answer.result) == told(decoder.generate(prompt, own))
+    assert (1, 8, False) in moved
+    assert answers[0].result.stats.draft_calls > 0  # type: ignore[union-attr]
+
+
+def test_where_memory_has_no_room_for_a_late_draft_its_request_goes_on_without(
+    decoder: Decoder, moved: list[tuple[int, int, bool]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = SharedModel.admit
+    asked = [0]
+
+    def admit(self: SharedModel, ids: Any, *rest: Any) -> Any:
+        if self.model is decoder.draft and len(ids) > 1:
+            asked[0] += 1
+            return None
+        return real(self, ids, *rest)
+
+    monkeypatch.setattr(SharedModel, "admit", admit)
+    own = [
+        Settings(seed=i, max_new_tokens=5 + 6 * i, threshold=None, early_stopping="never") for i in range(6)
+    ]
+    prompts = [f"prompt {i}" for i in range(6)]
+    many = list(decoder.generate_many(prompts, own, batch=6))
+    assert asked[0]
+    assert moved
+    assert not any(forest for _, _, forest in moved)
+    for prompt, one, got in zip(prompts, own, many, strict=True):
+        assert got.stats.draft_calls == 0
+        assert told(got) == told(decoder.generate(prompt, one))
+
+
+def test_whose_text_depends_on_where_iterations_end_stays_where_it_is(
+    decoder: Decoder, moved: list[tuple[int, int, bool]]
+) -> None:
+    ways: list[dict[str, Any]] = [
+        {"verify": "paper"},
+        {"verify": "continue"},
+        {"threshold": 0.9},
+        {"kv": "one"},
+    ]
+    own = [
+        Settings(seed=i, max_new_tokens=8 + 7 * i, top_k=12, forest="full", **way)
+        for i, way in enumerate(ways * 2)
+    ]
+    prompts = [f"prompt {i}" for i in range(8)]
+    many = list(decoder.generate_many(prompts, own, batch=8))
+    for prompt, one, got in zip(prompts, own, many, strict=True):
+        assert told(got) == told(decoder.generate(prompt, one))
+    assert not moved
