@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import zip_longest
 from operator import attrgetter
 from typing import Any, Protocol, TypeVar
 
@@ -245,6 +246,7 @@ class Batch:
         self._group = max(1, self.size // _GROUPS) if on_gpu else 1
         self._buffers = decoder.step(self._kept_buffers)
         self._iterations = Iterations(decoder, self._buffers)
+        self._served_as = (0, 0)  # places and load of the iterations that members are in
         self._members: list[_Member] = []
         self._joined: list[_Member] = []  # let in, not begun
         self._prefilling: tuple[list[_Member], Iterator[None]] | None = None
@@ -469,11 +471,13 @@ class Batch:
         assert self._buffers.target is not None
         for member in joined:
             member.prepare(self._running)
-        yield from self._buffers.target.prefill([member.target for member in joined])
+        forwards = [self._buffers.target.prefill([member.target for member in joined])]
         drafting = [member.draft for member in joined if member.draft is not None and not member.later]
         if drafting:
             assert self._buffers.draft is not None
-            yield from self._buffers.draft.prefill(drafting)
+            forwards.append(self._buffers.draft.prefill(drafting))
+        for _ in zip_longest(*forwards):
+            yield
 
     def _round(self) -> list[_Member]:
         """Serve what all of them need, drafts first; those that are done."""
@@ -498,14 +502,22 @@ class Batch:
         return done
 
     def _move(self, moves: Mapping[_Member, Pipeline]) -> None:
-        self._catch_up([member for member, pipeline in moves.items() if pipeline.forest_shape[1]])
+        drafting = [member for member, pipeline in moves.items() if pipeline.forest_shape[1]]
+        for member in drafting:
+            # A draft that was not asked in the last iterations reads what was said meanwhile.
+            if member.draft is not None and member.seat is not None and member.seat.draft is None:
+                member.draft.begin_above(member.run.hypotheses.active)
+        self._catch_up(drafting)
         for member, pipeline in moves.items():
             assert member.seat is not None
             member.seat.move(pipeline, member.draft if pipeline.forest_shape[1] else None)
 
     def _moves(self, members: Sequence[_Member]) -> dict[_Member, Pipeline]:
         """Where those that have a seat go on, if not where they are."""
-        found = {}
+        now, found = (self._iterations.places, self._iterations.load), {}
+        if now == self._served_as:  # whoever has come since is where it should be
+            return {}
+        self._served_as = now
         for member in members:
             if member.seat is not None:
                 wanted = self._pipeline(member)
@@ -521,28 +533,28 @@ class Batch:
         return self._iterations.pipeline(member.kind, member.settings, False)
 
     def _gets_draft(self, member: _Member) -> bool:
-        """Whether it has a draft to ask, from now on if not before: there may be no room."""
+        """Whether it has a draft to ask, from now on if not before: there may be no room, or no context left."""
         if member.draft is None and not member.lacks_room:
             draft, ids, root = self._buffers.draft, member.plan.ids, member.trie.root
             assert draft is not None
             member.draft = draft.admit(ids, root, member.size, member.kind.top_n[1])
             member.lacks_room = member.draft is None
-        return member.draft is not None
+        if member.draft is None or not (member.begun and member.kind.moves):
+            return member.draft is not None
+        limit, depth = member.draft.max_depth, member.run.hypotheses.active[0].depth
+        return limit is None or depth + member.settings.gamma < limit
 
     def _catch_up(self, members: Iterable[_Member]) -> None:
-        """Drafts that are asked from now on read what they have not."""
-        shared, drafts = self._buffers.draft, [member.draft for member in members if member.draft is not None]
-        if shared is None or not drafts:
-            return
-        for _ in shared.prefill([draft for draft in drafts if draft.unread]):
-            pass
+        """Drafts that are asked from now on read what they have not: the prompt, and below it what beams share not."""
         needs = []
         for member in members:
-            beams = member.run.hypotheses.active if member.begun else []
             if (draft := member.draft) is not None:
+                beams = member.run.hypotheses.active if member.begun else []
                 above = dict.fromkeys(node.parent for node in beams if node.parent is not None)
                 needs.append(Compute(draft, [node for node in above if node not in draft.tree]))
-        shared.compute(needs)
+        if needs:
+            assert self._buffers.draft is not None
+            self._buffers.draft.compute(needs)
 
 
 def _chained(*parts: Iterator[None]) -> Iterator[None]:

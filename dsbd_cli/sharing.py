@@ -95,6 +95,7 @@ class Iterations:
 
     Attributes:
         places: of an iteration, from now on.
+        load: forests are worth their price for as many requests, or for fewer where none is.
     """
 
     def __init__(self, pair: Pair, buffers: Buffers) -> None:
@@ -102,7 +103,8 @@ class Iterations:
         self._sizes = [buffers.size]
         while self._sizes[-1] > 1:
             self._sizes.append((self._sizes[-1] + 1) // 2)
-        self.places = 1
+        self.places = self.load = 1
+        self._over = False
 
     def follow(self, running: int, *, more: bool, over: bool) -> None:
         """Have places for those that are under way.
@@ -115,6 +117,10 @@ class Iterations:
         # A move costs an iteration, so where prompts come and go three of four places have to be empty.
         if wanted > self.places or over or wanted <= self.places // 4:
             self.places = wanted
+        # Every forest of another size is compiled once a machine, which takes seconds: the end of a file keeps to one.
+        if not (over and self._over):
+            self.load = _load(self.places)
+        self._over = over
 
     def pays(self, kind: Kind, settings: Settings) -> bool:
         """Whether a draft is worth asking; else it need not see the prompt either, and the text is the same."""
@@ -149,23 +155,37 @@ class Iterations:
         return drafts and draft is not None and draft.model.captured
 
     def _fitted(self, kind: Kind, settings: Settings) -> Demand:
-        """The demand with a forest that is worth its price for as many requests as there are places."""
-        key = kind, self.places
+        """The demand with a forest that is worth its price."""
+        load, least = self.load, _load(self.places)
+        while not (found := self._fit_for(kind, settings, load)).gamma and load > least:
+            load //= 4
+        return found
+
+    def _fit_for(self, kind: Kind, settings: Settings, requests: int) -> Demand:
+        key = kind, requests
         if (known := self._buffers.fitting.get(key)) is None:
-            known = self._buffers.fitting[key] = self._fit(kind, settings)
+            known = self._buffers.fitting[key] = self._fit(kind, settings, requests)
         return known
 
-    def _fit(self, kind: Kind, settings: Settings) -> Demand:
+    def _fit(self, kind: Kind, settings: Settings, requests: int) -> Demand:
         target, draft, demand = self._buffers.target, self._buffers.draft, kind.demand
         assert target is not None
         prices = self._pair.prices.captured(settings, lambda: measure_captured(target, draft, kind.top_n))
         if prices is None:
             return demand
         host = self._pair.prices.host(settings)
-        beams = distinct_beams(demand.width, without_replacement=demand.distinct)
-        known = Acceptance.assumed(beams, demand.gamma, demand.draft_width)
+        apart = demand.distinct or demand.search
+        beams = distinct_beams(demand.width, without_replacement=apart)
+        # A layer of fewer nodes than there are distinct beams never holds them all.
+        least = demand.width if apart else 1
+        known = Acceptance.assumed(beams, demand.gamma, demand.draft_width, least=least)
         shape = best_iteration(
-            prices, known, requests=self.places, width=demand.width, max_gamma=demand.gamma,
+            prices, known, requests=requests, width=demand.width, max_gamma=demand.gamma,
             max_draft_width=demand.draft_width, host_ms=_HOST_MS if host is None else host.ms,
         )  # fmt: skip
         return replace(demand, gamma=shape.gamma, draft_width=shape.draft_width if shape.gamma else 0)
+
+
+def _load(places: int) -> int:
+    """For how many requests forests are fitted that so many share: 2, 8, 32, 128, ..."""
+    return 1 << ((places - 1).bit_length() | 1)

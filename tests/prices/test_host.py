@@ -108,7 +108,7 @@ def forest(decoder: Decoder, **more: Any) -> tuple[int, int]:
         batch._iterations.follow(4, more=True, over=False)
         batch._admit()
         (member,) = batch._joined
-        found = batch._iterations._fit(member.kind, settings)
+        found = batch._iterations._fit(member.kind, settings, 4)
         return found.gamma, found.draft_width
 
 

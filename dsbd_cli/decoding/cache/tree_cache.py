@@ -132,8 +132,8 @@ class TreeCache:
         return slots
 
     def start(self, ids: Sequence[int], root: Node, kept: Sequence[int] = ()) -> None:
-        """Free everything but the `kept` slots, which hold the first tokens of the new prompt `ids`; `root`
-        stands for it, and nothing else of it is computed yet."""
+        """Free everything but the `kept` slots, which hold the first tokens of the new prompt `ids`; nothing else of it
+        is computed yet. `root` stands for it: a node of depth n where it ends with n tokens of an answer."""
         self.close(kept)
         self.slots.reset_peak()
         try:
@@ -177,8 +177,8 @@ class TreeCache:
 
     @property
     def prompt_length(self) -> int:
-        """Tokens of the prompt."""
-        return len(self._prompt)
+        """Tokens of the prompt, those of an answer that it ends with left out."""
+        return len(self._prompt) - self._root.depth
 
     # Trees.
 
@@ -299,7 +299,7 @@ class TreeCache:
 
     def position(self, node: Node) -> int:
         """The position of a node's token."""
-        return len(self._prompt) - 1 + node.depth
+        return len(self._prompt) - 1 + node.depth - self._root.depth
 
     def mask_row(self, node: Node) -> int:
         """The mask row of a computed node."""

@@ -23,7 +23,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dsbd_cli.decoding.cache.buffers import LogitStore
-from dsbd_cli.decoding.cache.logits import Best, best_of, finite_logits, log_probabilities
+from dsbd_cli.decoding.cache.logits import Best, best_of, finite_logits, log_probabilities, pack
+from dsbd_cli.decoding.cache.transfer import Landing
 from dsbd_cli.decoding.forward import native
 from dsbd_cli.decoding.tree.sequences import Node
 
@@ -312,6 +313,12 @@ def top_logits(logits: Tensor, vocab: int, count: int) -> Best:
         return Best(*kernels.top_logits(logits, vocab, min(count, vocab)))
     logps = log_probabilities(logits, vocab)
     return best_of(logps, finite_logits(logps), count)
+
+
+def landing_logits(logits: Tensor, vocab: int, count: int) -> Landing:
+    """`top_logits` as `pack` puts it together, without waiting for it."""
+    logps = log_probabilities(logits, vocab)
+    return Landing(pack(logps, finite_logits(logps), min(count, vocab)))
 
 
 def keep_logits(store: LogitStore, nodes: Sequence[Node], logits: Tensor) -> None:

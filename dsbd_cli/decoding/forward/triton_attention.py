@@ -22,7 +22,7 @@ _BUSY_SPLIT = 512
 _TILE = 8192
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["all_rows", "rows", "blocks", "capacity"])  # compiled once for all batches
 def _attend(
     query_ptr, keys_ptr, values_ptr, mask_ptr, begins_ptr, used_ptr, part_ptr, peak_ptr, mass_ptr, turn_ptr, out_ptr,
     scaling, all_rows, rows, blocks, groups, shared, size, capacity, mask_width,

@@ -39,7 +39,7 @@ def _silu(both_ptr, out_ptr, width, BLOCK: tl.constexpr, EARLY: tl.constexpr):
     tl.store(out_ptr + row * width + at, (gate * up).to(kind), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["capacity"])
 def _rope(
     qkv_ptr, cos_ptr, sin_ptr, slots_ptr, q_weight_ptr, k_weight_ptr, query_ptr, keys_ptr, values_ptr,
     heads, groups, size, capacity, eps,

@@ -91,7 +91,7 @@ def _inverse(squares, width, eps):
     return (1.0 / tl.sqrt(tl.sum(squares, 0) / width + eps))[:, None]
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "parts", "capacity"])  # compiled once for all batches
 def _heads(
     scaled_ptr, squares_ptr, weight_ptr, bias_ptr, cos_ptr, sin_ptr, slots_ptr, q_weight_ptr, k_weight_ptr,
     query_ptr, keys_ptr, values_ptr, rows, parts, heads, groups, capacity, eps, head_eps,
@@ -184,7 +184,7 @@ def _product(
     return sums
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _residual(
     x_ptr, weight_ptr, bias_ptr, add_ptr, norm_ptr, out_ptr, scaled_ptr, squares_ptr, rows, outputs,
     INPUTS: tl.constexpr, BIASED: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, DEPTH: tl.constexpr,
@@ -211,7 +211,7 @@ def _residual(
     tl.store(squares_ptr + tl.program_id(0) * rows + row, tl.sum(wide * wide, 1), mask=real)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "parts"])
 def _gated(
     scaled_ptr, squares_ptr, weight_ptr, out_ptr, rows, parts, inner, eps,
     INPUTS: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, PARTS: tl.constexpr, DEPTH: tl.constexpr,
@@ -241,7 +241,7 @@ def _gated(
     tl.store(out_ptr + at, (gate * up).to(kind), mask=real[:, None] & there[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "parts"])
 def _logits(
     scaled_ptr, squares_ptr, weight_ptr, out_ptr, rows, parts, outputs, eps,
     INPUTS: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, PARTS: tl.constexpr, DEPTH: tl.constexpr,

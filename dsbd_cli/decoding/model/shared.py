@@ -15,15 +15,17 @@ import torch
 from torch import Tensor
 
 from dsbd_cli.decoding.cache.buffers import LogitStore, Span, Stores
+from dsbd_cli.decoding.cache.logits import Best, unpack
 from dsbd_cli.decoding.cache.prefixes import Prefixes
 from dsbd_cli.decoding.cache.regions import Regions
+from dsbd_cli.decoding.cache.transfer import Landing, to_device
 from dsbd_cli.decoding.cache.tree_cache import Plan, TreeCache
 from dsbd_cli.decoding.forward.attention import without_planning
-from dsbd_cli.decoding.forward.kernels import keep_logits, top_logits
+from dsbd_cli.decoding.forward.kernels import keep_logits, landing_logits, top_logits
 from dsbd_cli.decoding.law.distribution import LogitsProcessor, Support
 from dsbd_cli.decoding.model.hf_model import HfTreeModel
 from dsbd_cli.decoding.model.protocol import Compute, Side
-from dsbd_cli.decoding.tree.sequences import Node
+from dsbd_cli.decoding.tree.sequences import Node, common
 
 # Prompt tokens a forward: what decodes meanwhile waits no longer than that.
 _CHUNK = 2048
@@ -43,12 +45,23 @@ class RequestModel:
     ) -> None:
         self.shared, self.tree = shared, tree
         self.model = shared.model
-        self.root, self.ids = root, list(ids)
-        self.calls = self.read = 0
+        self.calls = 0
         logits = self.model.logits
         self.logits = LogitStore(logits.name, self.model.dtype, logits.vocab, logits.ids)
         self.logits.start(top_n)
-        tree.start(ids, root)
+        self.start(ids, root)
+
+    def start(self, ids: Sequence[int], root: Node) -> None:
+        """Nothing is computed yet of the prompt `ids`, which `root` stands for (`TreeCache.start`)."""
+        self.root, self.ids, self.read = root, list(ids), 0
+        self.logits.keep(())
+        self.tree.start(ids, root)
+
+    def begin_above(self, nodes: Iterable[Node]) -> None:
+        """Start anew behind what all `nodes` have above them: that is read like a prompt."""
+        trunk = common(node.parent or node for node in nodes)
+        prompt = self.ids[: len(self.ids) - self.root.depth]
+        self.start([*prompt, *trunk.tokens()], trunk)
 
     @property
     def max_depth(self) -> int | None:
@@ -143,6 +156,7 @@ class SharedModel:
         self._forward = model.tree_forward
         self.stores = Stores(0, rows, columns, self._forward.dtype, model.device)
         self.regions = Regions(0, self._forward.slot_unit)
+        self._landing: list[tuple[Landing, Sequence[RequestModel], Sequence[list[Node]]]] = []
         self.prefixes = Prefixes(self.stores.cache, self.regions)
         # Buffers show their shape in the first forward.
         probe = self.admit([0], Node(-1, None), 3, 1)
@@ -216,7 +230,7 @@ class SharedModel:
 
     @torch.inference_mode()
     def prefill(self, requests: Sequence[RequestModel]) -> Iterator[None]:
-        """Compute the prompts of new requests; yields after every forward.
+        """Compute the prompts of new requests; yields after every forward, which may still be under way then.
 
         One after the other, each what none before it has computed; or (`takes_over`) whole ones together.
         """
@@ -234,16 +248,17 @@ class SharedModel:
         if packed:
             self._whole(packed)
             yield
+        self._land()
 
     def _whole(self, requests: list[RequestModel]) -> None:
         """Whole prompts in one forward."""
         plans = [request.tree.prompt_plan(0, len(request.ids)) for request in requests]
         spans, slots = self._spans(plans), self._slots(plans)
         for plan in plans:
-            self.stores.masks.see(plan.mask_rows[0], torch.tensor(plan.slots, device=self.model.device))
-        head = torch.tensor([span.last - 1 for span in spans], device=self.model.device)
+            self.stores.masks.see(plan.mask_rows[0], to_device(plan.slots, self.model.device))
+        head = to_device([span.last - 1 for span in spans], self.model.device)
         logits = self._run(plans, spans, slots, None, head)
-        self._keep(requests, [[request.root] for request in requests], logits)
+        self._keep(requests, [[request.root] for request in requests], logits, late=True)
         for request in requests:
             request.read = len(request.ids)
 
@@ -253,7 +268,7 @@ class SharedModel:
         for begin in range(request.read, count, _CHUNK):
             with torch.inference_mode():
                 plan = request.tree.prompt_plan(begin, min(begin + _CHUNK, count))
-                own = torch.tensor(plan.slots, device=self.model.device)
+                own = to_device(plan.slots, self.model.device)
                 mask = None
                 if self._forward.takes_spans and self._forward.needs_no_mask(begin):
                     self.stores.masks.see(plan.mask_rows[0], own)
@@ -261,7 +276,7 @@ class SharedModel:
                     mask = self.stores.masks.causal(plan.mask_rows[0], own)
                 logits = self._run([plan], self._spans([plan]), self._slots([plan]), mask, 1)
                 if begin + len(plan) == count:
-                    keep_logits(request.logits, [request.root], logits)
+                    self._keep([request], [[request.root]], logits, late=True)
                 self._know(request, begin + len(plan))
             yield
 
@@ -271,7 +286,7 @@ class SharedModel:
         known = self.prefixes.take_over(request.ids, request.tree.begin) if self.takes_over else 0
         if known:
             plan = request.tree.prompt_plan(0, known)
-            self.stores.masks.see(plan.mask_rows[0], torch.tensor(plan.slots, device=self.model.device))
+            self.stores.masks.see(plan.mask_rows[0], to_device(plan.slots, self.model.device))
             self._know(request, known)
 
     def _know(self, request: RequestModel, count: int) -> None:
@@ -305,22 +320,44 @@ class SharedModel:
             part.request.calls += 1
         self._keep([part.request for part in parts], [part.nodes for part in parts], logits)
 
-    def _keep(self, requests: Sequence[RequestModel], nodes: Sequence[list[Node]], logits: Tensor) -> None:
-        """Cache what will be asked of these requests' nodes, whose logits come in order; one copy to the host."""
+    def _keep(
+        self,
+        requests: Sequence[RequestModel],
+        nodes: Sequence[list[Node]],
+        logits: Tensor,
+        late: bool = False,
+    ) -> None:
+        """Cache what will be asked of these requests' nodes, whose logits come in order; one copy to the host.
+
+        Args:
+            late: where forwards are captured, wait for it in `_land`.
+        """
         sizes = [request.logits.size for request in requests]
-        best = top_logits(logits, self.model.vocab_size, max(sizes)) if all(sizes) else None
+        if not all(sizes):
+            at = 0
+            for request, own in zip(requests, nodes, strict=True):
+                keep_logits(request.logits, own, logits[at : at + len(own)])
+                at += len(own)
+        elif late and self.model.captured:
+            self._landing.append((landing_logits(logits, self.model.vocab_size, max(sizes)), requests, nodes))
+        else:
+            self._put(requests, nodes, top_logits(logits, self.model.vocab_size, max(sizes)))
+
+    def _put(self, requests: Sequence[RequestModel], nodes: Sequence[list[Node]], best: Best) -> None:
         at = 0
         for request, own in zip(requests, nodes, strict=True):
-            end = at + len(own)
-            if best is not None:
-                request.logits.put_best(own, best, range(at, end))
-            else:
-                keep_logits(request.logits, own, logits[at:end])
-            at = end
+            request.logits.put_best(own, best, range(at, at + len(own)))
+            at += len(own)
+
+    def _land(self) -> None:
+        """Wait for what the logits of prompts say."""
+        landing, self._landing = self._landing, []
+        for copy, requests, nodes in landing:
+            self._put(requests, nodes, unpack(copy.wait()))
 
     def _mask(self, plan: Plan) -> Tensor:
         device = self.model.device
-        base, rows, slots = torch.tensor([plan.base, plan.mask_rows, plan.slots], device=device)
+        base, rows, slots = to_device([plan.base, plan.mask_rows, plan.slots], device)
         return self.stores.masks.extend(base, rows, slots, torch.from_numpy(plan.inside).to(device))
 
     def _logits(self, plans: list[Plan], masks: list[Tensor], keep: list[list[int]]) -> Tensor:
@@ -338,7 +375,7 @@ class SharedModel:
             plans = padded
         spans, slots = self._spans(plans), self._slots(plans)
         head = [span.first + i for span, own in zip(spans, keep, strict=True) for i in own]
-        return self._run(plans, spans, slots, torch.cat(masks), torch.tensor(head, device=self.model.device))
+        return self._run(plans, spans, slots, torch.cat(masks), to_device(head, self.model.device))
 
     def _spans(self, plans: Sequence[Plan]) -> tuple[Span, ...]:
         spans, first = [], 0
@@ -349,7 +386,7 @@ class SharedModel:
 
     def _slots(self, plans: Sequence[Plan]) -> Tensor:
         slots = [plan.begin + slot for plan in plans for slot in plan.slots]
-        return torch.tensor(slots, device=self.model.device)
+        return to_device(slots, self.model.device)
 
     def _run(
         self, plans: Sequence[Plan], spans: tuple[Span, ...], slots: Tensor, mask: Tensor | None,
@@ -359,11 +396,10 @@ class SharedModel:
         cache.slots, cache.spans = slots, spans
         cache.used = max(span.begin + span.used for span in spans)
         if self._forward.reads_length:
-            cache.begins, cache.length = torch.tensor(
-                [[span.begin for span in spans], [span.used for span in spans]], device=device
-            )
-        ids = torch.tensor([token for plan in plans for token in plan.ids], device=device)
-        positions = torch.tensor([place for plan in plans for place in plan.positions], device=device)
+            both = [[span.begin for span in spans], [span.used for span in spans]]
+            cache.begins, cache.length = to_device(both, device)
+        ids = to_device([token for plan in plans for token in plan.ids], device)
+        positions = to_device([place for plan in plans for place in plan.positions], device)
         if mask is not None and not self._forward.takes_spans:
             mask = self._flat(mask, spans, cache.used)
         with without_planning() if device.type == "cuda" else torch.no_grad():

@@ -208,3 +208,44 @@ def test_a_model_that_is_captured_reads_prompts_together_as_before(tmp_path: Pat
     for request in requests:
         request.leave(keep=True)
     assert shared.prefixes.slots == 0
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_answer_read_like_a_prompt_gives_what_it_gave_token_by_token(tmp_path: Path, kind: str) -> None:
+    with emulated.tiles() if kind == "tiles" else contextlib.nullcontext():
+        reads_like_a_prompt(tmp_path, kind)
+
+
+def reads_like_a_prompt(tmp_path: Path, kind: str) -> None:
+    model = model_of(tmp_path, kind)
+    shared, _ = shared_of(model)
+    slow, late = admitted(shared, COMMON), admitted(shared, COMMON)
+    read(shared, slow)
+    late.root = slow.root  # one request, asked in two ways
+    trunk = Node(9, Node(7, Node(5, slow.root)))
+    beams = [Node(3, Node(11, trunk)), Node(4, Node(12, trunk)), Node(8, trunk)]
+    late.begin_above(beams)
+    assert late.root is trunk
+    assert late.ids == [*COMMON, 5, 7, 9]
+    for request in (slow, late):
+        shared.compute([Compute(request, beams)])
+        assert [request.tree.position(node) for node in beams] == [44, 44, 43]
+        assert request.tree.prompt_length == 40
+        assert request.max_depth == slow.max_depth
+    for node in beams:
+        (tokens, logps), (own, found) = slow.best(node, 8), late.best(node, 8)
+        assert tokens.tolist() == own.tolist()
+        np.testing.assert_allclose(logps, found, atol=0.1 if kind == "tiles" else 2e-5)
+    # And again from there, as answers grow.
+    further = [Node(6, beams[0]), Node(5, beams[0])]
+    late.begin_above(further)
+    assert late.ids == [*COMMON, 5, 7, 9, 11, 3]
+    for request in (slow, late):
+        shared.compute([Compute(request, further)])
+    for node in further:
+        np.testing.assert_allclose(
+            slow.best(node, 8)[1], late.best(node, 8)[1], atol=0.1 if kind == "tiles" else 2e-5
+        )
+    late.leave()
+    slow.leave()
+    assert shared.free == shared.regions.capacity
