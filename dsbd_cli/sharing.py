@@ -119,7 +119,7 @@ class Iterations:
             self.places = wanted
         # Every forest of another size is compiled once a machine, which takes seconds: the end of a file keeps to one.
         if not (over and self._over):
-            self.load = _load(self.places)
+            self.load = self._load()
         self._over = over
 
     def pays(self, kind: Kind, settings: Settings) -> bool:
@@ -156,9 +156,9 @@ class Iterations:
 
     def _fitted(self, kind: Kind, settings: Settings) -> Demand:
         """The demand with a forest that is worth its price."""
-        load, least = self.load, _load(self.places)
+        load, least = self.load, self._load()
         while not (found := self._fit_for(kind, settings, load)).gamma and load > least:
-            load //= 4
+            load = max(least, load // 4)
         return found
 
     def _fit_for(self, kind: Kind, settings: Settings, requests: int) -> Demand:
@@ -185,7 +185,6 @@ class Iterations:
         )  # fmt: skip
         return replace(demand, gamma=shape.gamma, draft_width=shape.draft_width if shape.gamma else 0)
 
-
-def _load(places: int) -> int:
-    """For how many requests forests are fitted that so many share: 2, 8, 32, 128, ..."""
-    return 1 << ((places - 1).bit_length() | 1)
+    def _load(self) -> int:
+        """For how many requests forests are fitted that so many places share: 2, 8, 32, ..., or all."""
+        return min(self._sizes[0], 1 << ((self.places - 1).bit_length() | 1))

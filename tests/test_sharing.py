@@ -40,8 +40,9 @@ def moved(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int, bool]]:
 
     def move(self: Seat, pipeline: Any, draft: Any) -> None:
         places = [one._iteration.layout.requests for one in (self.pipeline, pipeline)]
+        had = self._lane is not None and self.pipeline.has(self._lane)
         real(self, pipeline, draft)
-        assert self._lane is not None
+        assert (self._lane is not None) is had
         found.append((places[0], places[1], draft is not None))
 
     monkeypatch.setattr(Seat, "move", move)
@@ -142,10 +143,10 @@ def test_where_memory_has_no_room_for_a_late_draft_its_request_goes_on_without(
 
     monkeypatch.setattr(SharedModel, "admit", admit)
     own = [
-        Settings(seed=i, max_new_tokens=5 + 3 * i, threshold=None, early_stopping="never") for i in range(12)
+        Settings(seed=i, max_new_tokens=5 + 2 * i, threshold=None, early_stopping="never") for i in range(16)
     ]
-    prompts = [f"prompt {i}" for i in range(12)]
-    many = list(decoder.generate_many(prompts, own, batch=12))
+    prompts = [f"prompt {i}" for i in range(16)]
+    many = list(decoder.generate_many(prompts, own, batch=16))
     assert asked[0]
     assert moved
     assert not any(forest for _, _, forest in moved)
@@ -196,10 +197,10 @@ def test_a_draft_whose_context_is_full_is_not_asked_late(
     other = captured(pair)
     other.prices.captured, other.prices.host = decoder.prices.captured, decoder.prices.host  # type: ignore[method-assign]
     own = [
-        Settings(seed=i, max_new_tokens=4 + 6 * i, threshold=None, early_stopping="never") for i in range(12)
+        Settings(seed=i, max_new_tokens=4 + 4 * i, threshold=None, early_stopping="never") for i in range(16)
     ]
-    prompts = [f"prompt {i}" for i in range(12)]
-    many = list(other.generate_many(prompts, own, batch=12))
+    prompts = [f"prompt {i}" for i in range(16)]
+    many = list(other.generate_many(prompts, own, batch=16))
     for prompt, one, got in zip(prompts, own, many, strict=True):
         assert told(got) == told(other.generate(prompt, one))
     assert moved

@@ -288,12 +288,13 @@ class TreeMasks:
     def show(self, row: int, slots: Tensor) -> None:
         """Make `row` see exactly `slots`."""
         self.table[row] = self.hidden
-        if len(slots):
-            self.table[row, slots] = 0
+        self.see(row, slots)
 
     def see(self, row: int, slots: Tensor) -> None:
         """Let `row` see `slots` (int64 [N]) as well."""
-        self.table[row, slots] = 0
+        self.table[row].index_fill_(
+            0, slots, 0.0
+        )  # (a number that is stored by an index waits for the device)
 
     def causal(self, row: int, slots: Tensor) -> Tensor:
         """[N, table width]: what `row` sees, and of `slots` (int64 [N]) each its own and those before it.
