@@ -157,7 +157,7 @@ def limit(prices: Prices, settings: dict[str, Any], method: str, requests: int) 
     if method == "dsbd":
         shape = best_iteration(
             prices, known, requests=requests, width=width, max_gamma=settings["gamma"],
-            max_draft_width=settings["draft_width"], host_ms=(0.0, 0.0, 0.0),
+            max_draft_width=settings["draft_width"], host_ms=(0.0, 0.0, 0.0, 0.0),
         )  # fmt: skip
     gamma, inside = shape
     ms = prices.target(requests * (width + gamma * inside))

@@ -26,10 +26,10 @@ from dsbd_cli.prices.captured import measure_captured
 from dsbd_cli.prices.pair import PairPrices
 from dsbd_cli.settings import Settings
 
-# Milliseconds of the host for a request's part of an iteration on the device, for each layer of it and for each
-# node of its forest, where that is not measured on this machine (`prices.host`): as whole batches beside an H100
+# Milliseconds of the host for a request's part of an iteration on the device, for its forest, for each layer and for
+# each node of the forest, where that is not measured on this machine (`prices.host`): as whole batches beside an H100
 # showed them.
-_HOST_MS = (0.15, 0.15, 0.06)
+_HOST_MS = (0.15, 0.0, 0.15, 0.06)
 
 
 class Pair(Protocol):

@@ -28,7 +28,7 @@ def decoder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Decoder:
         builders.rand(tmp_path / name, max_position_embeddings=256, initializer_range=0.2)
     decoder = captured(Decoder.from_pair(tmp_path / "t", tmp_path / "d", dtype="float32"))
     monkeypatch.setattr(decoder.prices, "captured", lambda *_: Prices(TARGET, DRAFT))
-    monkeypatch.setattr(decoder.prices, "host", lambda *_: HostPrices(0.001, 0.001, 0.0))
+    monkeypatch.setattr(decoder.prices, "host", lambda *_: HostPrices(0.001, 0.0, 0.001, 0.0))
     return decoder
 
 

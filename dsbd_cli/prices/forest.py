@@ -203,7 +203,7 @@ def best_iteration(
     width: int,
     max_gamma: int,
     max_draft_width: int,
-    host_ms: tuple[float, float, float],
+    host_ms: tuple[float, float, float, float],
 ) -> Shape:
     """`best_forest` for iterations of fixed sizes on a device, which the host commits while the next one runs.
 
@@ -212,11 +212,11 @@ def best_iteration(
 
     Args:
         width: W.
-        host_ms: what the host needs for one request's part of an iteration, for each layer of it, and for each
-            node of its forest.
+        host_ms: what the host needs for one request's part of an iteration, for its forest, for each layer and for
+            each node of the forest.
     """
     best, most, plain = Shape(0, 1), 0.0, 0.0
-    request, layer, node = host_ms
+    request, forest, layer, node = host_ms
     for shape in [best, *(Shape(gamma, at) for at in acceptance.widths if at <= max_draft_width
                           for gamma in range(1, max_gamma + 1))]:  # fmt: skip
         gamma, inside = shape
@@ -226,7 +226,7 @@ def best_iteration(
             if prices.draft is None:
                 break
             device += prices.draft(requests * 2 * width) + (gamma - 1) * prices.draft(requests * inside)
-        host = requests * (request + layer * layers + node * gamma * inside)
+        host = requests * (request + layer * layers + (forest + node * gamma * inside if gamma else 0.0))
         found = requests * layers / max(device, host)
         # A draft has to see the prompt as well.
         if found > most * (1 + 1e-9) and (not gamma or found > _WORTH * plain):

@@ -2,7 +2,7 @@
 
 The host's code is the same whatever the models are, so it is timed on tiny ones, whose steps run here and are
 taken off: requests share a pipeline (`decoding/device/pipeline.py`) as in a batch, and forests of some sizes tell
-what a request, a layer and a node of a forest cost apart.
+what a request, having a forest, a layer and a node of a forest cost apart.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import hashlib
 import itertools
 import math
 import platform
+import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -22,7 +23,6 @@ import torch
 from dsbd_cli.decoding import (
     Engines,
     HfTreeModel,
-    Iteration,
     Layer,
     SeededSampler,
     SharedModel,
@@ -39,16 +39,17 @@ from dsbd_cli.loading import processor
 from dsbd_cli.loading.ready import key
 from dsbd_cli.others import Window
 from dsbd_cli.prices import store
-from dsbd_cli.prices.probe import measured_now, quick
+from dsbd_cli.prices.probe import measured_now
 from dsbd_cli.settings import Settings
 from dsbd_cli.version import __version__
 
-FORMAT = 1
-# What is timed, gamma and W_S and whether the draft agrees with its target: plain beams, and one forest of which
-# most layers are committed, or few.
-FORESTS = ((0, 1, True), (4, 16, True), (4, 16, False))
-_REQUESTS, _WIDTH = 8, 4
-_WARM_UP, _ROUNDS = 2, 10
+FORMAT = 2
+# What is timed, gamma and W_S and whether the draft agrees with its target: plain beams, a small forest, and one of
+# which most layers are committed, or few.
+FORESTS = ((0, 1, True), (2, 2, False), (4, 16, True), (4, 16, False))
+# What an iteration costs whoever is in it is shared by many where the host's part counts.
+_REQUESTS, _WIDTH = 24, 4
+_WARM_UP, _ROUNDS = 2, 8
 _PROMPT = 8
 _TOKENS = 64  # of the tiny models
 _MOST_MS = 1e5
@@ -59,7 +60,7 @@ class HostPrices:
     """Milliseconds of the host.
 
     Attributes:
-        request: for a request's part of an iteration.
+        request: for a request's part of an iteration. forest: for the same, where it has a forest.
         layer: for each layer that it commits.
         node: for each node of its forest.
         origin: where the numbers come from, in words.
@@ -67,6 +68,7 @@ class HostPrices:
     """
 
     request: float
+    forest: float
     layer: float
     node: float
     origin: str = "assumed"
@@ -77,20 +79,21 @@ class HostPrices:
             raise ValueError("the host's times are numbers of milliseconds")
 
     @property
-    def ms(self) -> tuple[float, float, float]:
-        """For a request, a layer and a node."""
-        return self.request, self.layer, self.node
+    def ms(self) -> tuple[float, float, float, float]:
+        """For a request, its having a forest, a layer and a node."""
+        return self.request, self.forest, self.layer, self.node
 
     def describe(self) -> str:
         """One line for people."""
-        request, layer, node = (f"{one:.3g}" for one in self.ms)
-        return f"{self.origin}; ms of the host: {request} a request, {layer} a layer, {node} a node"
+        request, forest, layer, node = (f"{one:.3g}" for one in self.ms)
+        return f"{self.origin}; ms of the host: {request} a request, {forest} a forest, {layer} a layer, {node} a node"
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON."""
         return {
             "format": FORMAT,
             "request": self.request,
+            "forest": self.forest,
             "layer": self.layer,
             "node": self.node,
             "origin": self.origin,
@@ -107,7 +110,7 @@ class HostPrices:
         try:
             if values["format"] != FORMAT:
                 raise ValueError("it is of another version")
-            ms = values["request"], values["layer"], values["node"]
+            ms = values["request"], values["forest"], values["layer"], values["node"]
             return cls(*ms, str(values["origin"]), str(values.get("busy", "")))
         except (KeyError, TypeError) as error:
             raise ValueError(f"no times of the host ({type(error).__name__}: {error})") from None
@@ -146,20 +149,20 @@ def fitted(samples: Sequence[Sample], origin: str, busy: str = "") -> HostPrices
     """
     if not samples:
         raise ValueError("no samples")
-    rows = np.array([[1.0, one.layers, one.nodes] for one in samples])
+    rows = np.array([[1.0, one.nodes > 0, one.layers, one.nodes] for one in samples])
     ms = np.array([one.ms for one in samples])
     rows, goal = rows / ms[:, None], np.ones(len(ms))
-    best: tuple[float, np.ndarray] = math.inf, np.zeros(3)
-    # Which of three are not 0: the least squares over each choice, where they come out positive.
-    for chosen in itertools.product((False, True), repeat=3):
-        values = np.zeros(3)
+    best: tuple[float, np.ndarray] = math.inf, np.zeros(4)
+    # Which of four are not 0: the least squares over each choice, where they come out positive.
+    for chosen in itertools.product((False, True), repeat=4):
+        values = np.zeros(4)
         if any(chosen):
             values[list(chosen)] = np.linalg.lstsq(rows[:, chosen], goal, rcond=None)[0]
         error = float(((rows @ values - goal) ** 2).sum())
         if (values >= 0).all() and error < best[0] - 1e-12:
             best = error, values
-    request, layer, node = (float(one) for one in best[1])
-    return HostPrices(request, layer, node, origin, busy)
+    request, forest, layer, node = (float(one) for one in best[1])
+    return HostPrices(request, forest, layer, node, origin, busy)
 
 
 def measure(
@@ -170,7 +173,7 @@ def measure(
 ) -> HostPrices:
     """The host's prices on this machine; a second or two."""
     watched = Window()
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         one, other = _tiny(), _tiny()
     target, same, another = (
@@ -227,18 +230,20 @@ def _sample(
         seat = pipeline.seat(mine[0], theirs, forests=False)
         samplers = SeededSampler(place, 0), SeededSampler(place, 1)
         loops.append(loop_of(start(settings, mine[0], theirs, trie, *samplers, seat), settings))  # type: ignore[arg-type]
-    layers = iterations = 0
+    layers: list[int] = []
     times: list[float] = []
-    for number in range(rounds + _WARM_UP):
-        before, begin = pipeline.steps_s, clock()
+    for _ in range(rounds + _WARM_UP + 1):
+        before, begin, seen = pipeline.steps_s, clock(), 0
         for loop in loops:
             for event in loop:
                 if isinstance(event, Turn):
                     break
-                layers += isinstance(event, Layer)
-                iterations += isinstance(event, Iteration)
+                seen += isinstance(event, Layer)
+        layers.append(seen)
         pipeline.step()
-        took = clock() - begin - (pipeline.steps_s - before)
-        if number >= _WARM_UP:
-            times.append(max(took * 1e3 / _REQUESTS, 1e-6))
-    return Sample(layers / max(1, iterations), gamma * width, quick(sorted(times)))
+        times.append((clock() - begin - (pipeline.steps_s - before)) * 1e3 / _REQUESTS)
+    # A step commits the layers that the next round sees.
+    both = sorted(zip(times[_WARM_UP:], layers[_WARM_UP + 1 :], strict=False))
+    calm = both[: (len(both) + 1) // 2]
+    ms, committed = (statistics.fmean(one) for one in zip(*calm, strict=True))
+    return Sample(committed / _REQUESTS, gamma * width, max(ms, 1e-6))

@@ -94,7 +94,7 @@ def test_what_the_doctor_reads_in_files(
     store.found_or_measured(formats.KIND, mine | {"name": f"big{CODES}"}, lambda: verdict)
     prices = Prices(Curve((1,), (1.0,)), origin=CODES)
     store.found_or_measured(store.PRICES, mine | {"target": {"name": CODES}}, lambda: prices)
-    times = host.HostPrices(1.0, 1.0, 1.0, CODES)
+    times = host.HostPrices(1.0, 1.0, 1.0, 1.0, CODES)
     store.found_or_measured(host.KIND, mine | {"python": CODES}, lambda: times)
     told, parsed = dsbd("doctor"), dsbd("doctor", "--json")
     assert (told.code, parsed.code) == (0, 0)
