@@ -89,8 +89,9 @@ def main(arguments: list[str] | None = None) -> int:
     groups += [[("hf-beam-sample", f"batch {size}", int(size))] for size in options.hf.split(",") if size]
     runs: list[dict[str, Any]] = []
     for group in groups:  # captures are those of one batch size
-        for arm in group:
-            run(decoder, base, arm, prompts[: max(2, min(arm[2], options.few))])
+        for arm in group:  # with the longest prompts: buffers do not grow later
+            first = sorted(prompts, key=lambda prompt: -len(json.dumps(prompt)))
+            run(decoder, base, arm, first[: max(2, min(arm[2], options.few))])
         for number in range(options.rounds):
             turn = group[number % len(group) :] + group[: number % len(group)]
             for arm in turn:

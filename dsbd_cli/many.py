@@ -384,13 +384,13 @@ class Batch:
     def _admitted(self, index: int, plan: Planned) -> _Member | None:
         """A new member, or None: there is no room for it now."""
         settings, decoder = plan.settings, self.decoder
-        size = most_nodes(settings, len(plan.ids), plan.budget)
+        size = _slots(plan)
         if self._buffers.target is None:
-            self._buffers.target = self._shared(decoder.target, size)
+            self._buffers.target = self._shared(decoder.target)
         if plan.drafts and self._buffers.draft is None:
             assert decoder.draft is not None
             decoder.draft.require_tree()
-            self._buffers.draft = self._shared(decoder.draft, size)
+            self._buffers.draft = self._shared(decoder.draft)
         member = _Member(index, decoder, plan, size)
         target = self._buffers.target.admit(plan.ids, member.trie.root, size, member.kind.top_n[0])
         if target is None:
@@ -407,9 +407,8 @@ class Batch:
             return
         if self._running() == 0:
             index, plan = self._waiting.popleft()
-            slots = most_nodes(plan.settings, len(plan.ids), plan.budget)
             yield Answer(index, None, UserError(
-                f"the prompt may need {slots} tokens of keys and values, and memory has room for "
+                f"the prompt may need {_slots(plan)} tokens of keys and values, and memory has room for "
                 f"{self._room()}: give a smaller --width or --max-new-tokens"))  # fmt: skip
         elif not self._told:
             self._told = True
@@ -420,9 +419,11 @@ class Batch:
             shared.slots for shared in (self._buffers.target, self._buffers.draft) if shared is not None
         )
 
-    def _shared(self, model: Any, size: int) -> SharedModel:
+    def _shared(self, model: Any) -> SharedModel:
         on_gpu = model.device.type == "cuda"
-        if on_gpu:  # larger buffers have to be captured anew: leave room for longer prompts than the first
+        size = _slots(self._waiting[0][1])
+        if on_gpu:  # larger buffers have to be captured anew: leave room for the longest, and for longer ones
+            size = max(_slots(plan) for _, plan in self._waiting)
             size = 1 << (size - 1).bit_length()
         shared = SharedModel(model, self.size * (_CAPTURED_ROWS if on_gpu else _ROWS), size)
         slots = self._slots
@@ -555,6 +556,11 @@ class Batch:
         if needs:
             assert self._buffers.draft is not None
             self._buffers.draft.compute(needs)
+
+
+def _slots(plan: Planned) -> int:
+    """Of keys and values, that it may come to need."""
+    return most_nodes(plan.settings, len(plan.ids), plan.budget)
 
 
 def _chained(*parts: Iterator[None]) -> Iterator[None]:

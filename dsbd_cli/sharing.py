@@ -46,7 +46,7 @@ class Buffers:
     Attributes:
         size, slots: of the batch that it was made for.
         target, draft: made when they are first needed.
-        pipelines: what runs whole iterations on the device, by kind of request and places.
+        pipelines: what runs whole iterations on the device, by kind of request, places, gamma and W_S.
         fitting: demands with the forests that are worth their price, by what they follow from.
         taken: a batch has it.
     """
@@ -133,13 +133,13 @@ class Iterations:
             settings: of one of them. drafts: a draft can be asked.
         """
         places = self.places if kind.moves else self._sizes[0]
-        key, pipelines = (kind, places, drafts), self._buffers.pipelines
+        demand, pipelines = kind.demand, self._buffers.pipelines
+        if not drafts:
+            demand = replace(demand, gamma=0, draft_width=0)
+        elif self._priced(kind):
+            demand = self._fitted(kind, settings)
+        key = kind, places, demand.gamma, demand.draft_width
         if key not in pipelines:
-            demand = kind.demand
-            if not drafts:
-                demand = replace(demand, gamma=0, draft_width=0)
-            elif self._priced(kind):
-                demand = self._fitted(kind, settings)
             draft = self._buffers.draft if demand.gamma else None
             top_n = kind.top_n[0], kind.top_n[1] if draft is not None else 0
             assert self._buffers.target is not None

@@ -129,6 +129,25 @@ def test_prompts_that_come_one_by_one_get_large_forests_and_room_when_more_come(
     assert answers[0].result.stats.draft_calls > 0  # type: ignore[union-attr]
 
 
+def test_a_forest_of_another_load_is_another_iteration(decoder: Decoder) -> None:
+    """The end of a file keeps to the forest of many; prompts that come one at a time get the one of few."""
+    own = Settings(seed=1, max_new_tokens=20, threshold=None, top_k=12, early_stopping="never", gamma=4)
+    with Batch(decoder, 32) as batch:
+        list(batch.answers((f"prompt {i}", own) for i in range(8)))
+        ended = {one.forest_shape for one in batch._buffers.pipelines.values() if one is not None}
+        assert len(ended) == 1
+
+        def source() -> Iterator[tuple[str, Settings] | None]:
+            yield "alone", own
+            while batch.load().running:
+                yield None
+
+        list(batch.answers(source()))
+        found = {one.forest_shape for one in batch._buffers.pipelines.values() if one is not None}
+        assert len(found) == 2
+        assert max(width * gamma for width, gamma in found - ended) > max(w * gamma for w, gamma in ended)
+
+
 def test_where_memory_has_no_room_for_a_late_draft_its_request_goes_on_without(
     decoder: Decoder, moved: list[tuple[int, int, bool]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
