@@ -25,7 +25,7 @@ from dsbd_cli.decoding.forward.kernels import keep_logits, landing_logits, top_l
 from dsbd_cli.decoding.law.distribution import LogitsProcessor, Support
 from dsbd_cli.decoding.model.hf_model import HfTreeModel
 from dsbd_cli.decoding.model.protocol import Compute, Side
-from dsbd_cli.decoding.tree.sequences import Node, common
+from dsbd_cli.decoding.tree.sequences import Node, common_ancestor
 
 # Prompt tokens a forward: what decodes meanwhile waits no longer than that.
 _CHUNK = 2048
@@ -59,7 +59,7 @@ class RequestModel:
 
     def begin_above(self, nodes: Iterable[Node]) -> None:
         """Start anew behind what all `nodes` have above them: that is read like a prompt."""
-        trunk = common(node.parent or node for node in nodes)
+        trunk = common_ancestor([node.parent or node for node in nodes])
         prompt = self.ids[: len(self.ids) - self.root.depth]
         self.start([*prompt, *trunk.tokens()], trunk)
 

@@ -5,7 +5,7 @@ A sequence IS a node of the trie, so equal draws merge by identity (docs/design.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from dsbd_cli.decoding.law.distribution import Support
@@ -53,15 +53,6 @@ class Node:
 
     def __repr__(self) -> str:
         return f"Node({self.tokens()}, score={self.score:.3f}, finish={self.finish})"
-
-
-def common(nodes: Iterable[Node]) -> Node:
-    """The last node that all `nodes` are or have above them."""
-    found = set(nodes)
-    while len(found) > 1:
-        deepest = max(node.depth for node in found)
-        found = {node.parent if node.depth == deepest and node.parent else node for node in found}
-    return found.pop()
 
 
 class Trie:

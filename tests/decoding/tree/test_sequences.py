@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from dsbd_cli.decoding.tree.sequences import Hypotheses, Node, common
+from dsbd_cli.decoding.tree.sequences import Hypotheses, Node
 
 
 def chain(score: float, depth: int, finish: str | None = None, token: int = 0) -> Node:
@@ -115,14 +115,3 @@ def test_keeping_the_best_active_leaves_the_pool_alone() -> None:
     state.commit([ended])
     state.keep_best_active()
     assert state.active == []
-
-
-def test_the_last_node_that_several_have_in_common() -> None:
-    root = Node(-1, None)
-    trunk = Node(2, Node(1, root))
-    left, right = Node(4, Node(3, trunk)), Node(5, trunk)
-    assert common([left]) is left
-    assert common([left, right]) is trunk
-    assert common([right, trunk, left]) is trunk
-    assert common([left, Node(9, root)]) is root
-    assert common([root, left]) is root
