@@ -206,19 +206,23 @@ class ForestShape:
         self._passes = [list(layer) for layer in acceptance.passes]
         self._nodes = list(acceptance.nodes)
         self.requests, self.rival, self._rate, self._tries = 1, 1.0, rate, tries
-        always = Acceptance(self._widths, ((1.0,) * len(self._widths),) * len(self._passes), acceptance.nodes)
         self._rest, self._resting, self._unread = _FIRST_REST, 0, float(unread)
         self._earned_in = min(layers, _EARNED_IN)
         # Where no forest could pay even if all of it passed, none is ever tried.
-        self._always, self._hopeless = always, self._best(always, len(self._passes)).gamma == 0
+        self._always = Acceptance(
+            self._widths, ((1.0,) * len(self._widths),) * len(self._passes), acceptance.nodes
+        )
+        self._hopeless = self._best(self._always, len(self._passes), self._needed()).gamma == 0
         self._limit = self._widths[-1]  # W_S of the forest under way
+        # By limit and requests: what is best, and its promise in times plain beams; until something is learned.
+        self._known: dict[tuple[int, int], tuple[Shape, float]] = {}
 
     def begins(self, most: int) -> bool:
         """Whether the first forest, at most `most` layers deep, is worth that the draft reads the prompt.
 
         It is then taken to read it at once; else when it is first asked, or never.
         """
-        begins = self._best(self._acceptance(), most).gamma > 0
+        begins = self._believed(most).gamma > 0
         if begins:
             self._unread = 0.0
         return begins
@@ -227,15 +231,18 @@ class ForestShape:
         """The shape of the next forest, at most `most` (at least 1) layers deep."""
         if self._hopeless and self.requests == 1:
             return Shape(0, 1)
-        known = self._acceptance()
-        shape = self._best(known, most)
+        shape = self._believed(most)
         if shape.gamma:
             self._resting, self._unread = 0, 0.0
         elif self._tries:
             self._resting += 1
-            if self._resting > self._rest and self._affordable() and self._best(self._always, most).gamma:
+            if (
+                self._resting > self._rest
+                and self._affordable()
+                and self._best(self._always, most, self._needed()).gamma
+            ):
                 self._resting, self._rest, self._unread = 0, min(2 * self._rest, _LONGEST_REST), 0.0
-                tries = [Shape(1, width) for width in self._choice]
+                known, tries = self._acceptance(), [Shape(1, width) for width in self._choice]
                 shape = max(tries, key=lambda one: self._worth(known, one))
         self._limit = shape.draft_width
         return shape
@@ -243,6 +250,7 @@ class ForestShape:
     def learn(self, forest: Forest, layers: Sequence[Layer]) -> None:
         """What became of an iteration's forest: the layers that were committed, from the first on."""
         tried = 0
+        self._known.clear()
         for drafted, layer in zip(forest.layers[: len(self._passes)], layers, strict=False):
             self._see(tried, drafted, layer)
             tried += 1
@@ -301,10 +309,21 @@ class ForestShape:
     def _acceptance(self) -> Acceptance:
         return Acceptance(self._widths, tuple(map(tuple, self._passes)), tuple(self._nodes), self._beams)
 
-    def _best(self, known: Acceptance, most: int) -> Shape:
+    def _believed(self, most: int) -> Shape:
+        """What is believed to be best, if it promises enough."""
+        key = most, self.requests
+        if (found := self._known.get(key)) is None:
+            known = self._acceptance()
+            shape = self._best(known, most, worth=1.0)
+            promise = self._worth(known, shape) / self._worth(known, Shape(0, 1))
+            found = self._known[key] = shape, promise
+        shape, promise = found
+        return shape if promise > self._needed() else Shape(0, 1)
+
+    def _best(self, known: Acceptance, most: int, worth: float) -> Shape:
         return best_forest(
             self._prices, known, requests=self.requests, beams=self._beams, max_gamma=most,
-            max_draft_width=self._widths[-1], widths=self._choice, worth=self._needed(),
+            max_draft_width=self._widths[-1], widths=self._choice, worth=worth,
         )  # fmt: skip
 
 
