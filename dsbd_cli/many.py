@@ -228,7 +228,7 @@ class Batch:
         decoder: whose pair; its own caches are left alone.
         size: the most at a time; None: as many as this machine does well.
         slots: of keys and values in all, of each model; None: what memory has room for.
-        tell: receives a line where prompts wait for memory.
+        tell: receives a line where prompts wait for memory, or for what is measured once a machine.
     """
 
     def __init__(
@@ -245,7 +245,7 @@ class Batch:
         # Where a prompt joins it is computed while the others wait: several at a time then.
         self._group = max(1, self.size // _GROUPS) if on_gpu else 1
         self._buffers = decoder.step(self._kept_buffers)
-        self._iterations = Iterations(decoder, self._buffers)
+        self._iterations = Iterations(decoder, self._buffers, self._tell)
         self._served_as = (0, 0)  # places and load of the iterations that members are in
         self._members: list[_Member] = []
         self._joined: list[_Member] = []  # let in, not begun

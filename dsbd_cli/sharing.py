@@ -7,6 +7,7 @@ they fit: at the end of a file, and where prompts come one at a time, larger for
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Protocol
 
@@ -21,9 +22,9 @@ from dsbd_cli.decoding import (
     forest_is_free,
     top_n_needed,
 )
-from dsbd_cli.prices import Acceptance, best_iteration, distinct_beams
+from dsbd_cli.prices import Acceptance, Prices, best_iteration, distinct_beams
 from dsbd_cli.prices.captured import measure_captured
-from dsbd_cli.prices.pair import PairPrices
+from dsbd_cli.prices.pair import ONCE, PairPrices
 from dsbd_cli.settings import Settings
 
 # Milliseconds of the host for a request's part of an iteration on the device, for its forest, for each layer and for
@@ -92,14 +93,15 @@ class Iterations:
 
     Args:
         pair: whose models. buffers: what they have in a batch.
+        tell: receives a line before something takes seconds, once a machine.
 
     Attributes:
         places: of an iteration, from now on.
         load: forests are worth their price for as many requests, or for fewer where none is.
     """
 
-    def __init__(self, pair: Pair, buffers: Buffers) -> None:
-        self._pair, self._buffers = pair, buffers
+    def __init__(self, pair: Pair, buffers: Buffers, tell: Callable[[str], None]) -> None:
+        self._pair, self._buffers, self._tell = pair, buffers, tell
         self._sizes = [buffers.size]
         while self._sizes[-1] > 1:
             self._sizes.append((self._sizes[-1] + 1) // 2)
@@ -170,7 +172,12 @@ class Iterations:
     def _fit(self, kind: Kind, settings: Settings, requests: int) -> Demand:
         target, draft, demand = self._buffers.target, self._buffers.draft, kind.demand
         assert target is not None
-        prices = self._pair.prices.captured(settings, lambda: measure_captured(target, draft, kind.top_n))
+
+        def measured() -> Prices:
+            self._tell(ONCE)
+            return measure_captured(target, draft, kind.top_n)
+
+        prices = self._pair.prices.captured(settings, measured)
         if prices is None:
             return demand
         host = self._pair.prices.host(settings)

@@ -50,7 +50,7 @@ def moved(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int, bool]]:
 
 
 def places(steps: list[tuple[int, bool, bool]], size: int) -> list[int]:
-    iterations, found = Iterations(None, Buffers(size, None)), []  # type: ignore[arg-type]
+    iterations, found = Iterations(None, Buffers(size, None), print), []  # type: ignore[arg-type]
     for running, more, over in steps:
         iterations.follow(running, more=more, over=over)
         found.append(iterations.places)
@@ -192,6 +192,24 @@ def test_whose_text_depends_on_where_iterations_end_stays_where_it_is(
     for prompt, one, got in zip(prompts, own, many, strict=True):
         assert told(got) == told(decoder.generate(prompt, one))
     assert not moved
+
+
+def test_what_is_measured_once_a_machine_is_told_before(
+    decoder: Decoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told_: list[str] = []
+
+    def captured_prices(_: Settings, measure: Any) -> Prices:
+        assert not told_
+        found: Prices = measure()
+        assert "once" in told_[-1]
+        return found
+
+    monkeypatch.setattr(decoder.prices, "captured", captured_prices)
+    monkeypatch.setattr("dsbd_cli.sharing.measure_captured", lambda *_: Prices(TARGET, DRAFT))
+    with Batch(decoder, 2, tell=told_.append) as batch:
+        list(batch.answers([("hello", Settings(max_new_tokens=3, threshold=None))]))
+    assert len(told_) == 1
 
 
 @pytest.mark.parametrize("way", [{"deterministic": True}, {"draws": "distinct"}])
