@@ -27,6 +27,8 @@ from dsbd_cli.prices.captured import measure_captured
 from dsbd_cli.prices.pair import ONCE, PairPrices
 from dsbd_cli.settings import Settings
 
+# To keep captured, of all kinds of requests and numbers of places.
+_MOST_PIPELINES = 24
 # Milliseconds of the host for a request's part of an iteration on the device, for its forest, for each layer and for
 # each node of the forest, where that is not measured on this machine (`prices.host`): as whole batches beside an H100
 # showed them.
@@ -142,6 +144,7 @@ class Iterations:
             demand = self._fitted(kind, settings)
         key = kind, places, demand.gamma, demand.draft_width
         if key not in pipelines:
+            self._make_room()
             draft = self._buffers.draft if demand.gamma else None
             top_n = kind.top_n[0], kind.top_n[1] if draft is not None else 0
             assert self._buffers.target is not None
@@ -149,6 +152,17 @@ class Iterations:
                 self._buffers.target, draft, demand, kind.eos, top_n, places
             )
         return pipelines[key]
+
+    def _make_room(self) -> None:
+        """Let go of those made first that nobody is in: each holds memory of the device."""
+        pipelines = self._buffers.pipelines
+        for key, old in list(pipelines.items()):
+            if len(pipelines) < _MOST_PIPELINES:
+                return
+            if old is None or old.empty:
+                del pipelines[key]
+                if old is not None:
+                    old.release()
 
     def _priced(self, kind: Kind) -> bool:
         """Whether the forests of such requests follow prices."""

@@ -194,6 +194,19 @@ def test_whose_text_depends_on_where_iterations_end_stays_where_it_is(
     assert not moved
 
 
+def test_iterations_that_nobody_is_in_are_let_go_of(
+    decoder: Decoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dsbd_cli.sharing._MOST_PIPELINES", 3)
+    own = [Settings(seed=i, max_new_tokens=4 + 3 * i, threshold=None, width=1 + i % 4) for i in range(12)]
+    prompts = [f"prompt {i}" for i in range(12)]
+    with Batch(decoder, 6) as batch:
+        answers = sorted(batch.answers(zip(prompts, own, strict=True)), key=lambda answer: answer.index)
+        assert len(batch._buffers.pipelines) == 3
+    for prompt, one, answer in zip(prompts, own, answers, strict=True):
+        assert told(answer.result) == told(decoder.generate(prompt, one))
+
+
 def test_what_is_measured_once_a_machine_is_told_before(
     decoder: Decoder, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -352,6 +352,15 @@ class Pipeline:
         if not self._in_flight:
             self._clock.idle()
 
+    @property
+    def empty(self) -> bool:
+        """Whether no request is in the iterations."""
+        return all(lane is None for lane in self._lanes)
+
+    def release(self) -> None:
+        """Let go of what was captured; it is captured anew when somebody joins."""
+        self._iteration.captures.release()
+
     def has(self, lane: Lane) -> bool:
         """Whether the request is in the iterations."""
         return any(lane is one for one in self._lanes)
@@ -360,7 +369,7 @@ class Pipeline:
         """A request goes, whatever the device is doing for it."""
         if self.has(lane):
             self._leave(lane)
-        if all(one is None for one in self._lanes):
+        if self.empty:
             self._in_flight.clear()
             self._clock.idle()
 
