@@ -10,7 +10,7 @@ from typing import Any
 from dsbd_cli.setting_text import describe
 from dsbd_cli.trace import PAGE
 from dsbd_cli.trace.layout import BOX, ROW, STEP, Place, place_nodes
-from dsbd_cli.trace.read import ACCEPTED, FILLED, MEANING, Trace, fate, share
+from dsbd_cli.trace.read import ACCEPTED, COPIED, FILLED, MEANING, Trace, fate, origin, share
 from dsbd_cli.ui.safe import one_line
 
 _LONGEST = 14  # characters of a token shown in its box
@@ -136,7 +136,7 @@ def _number(value: Any) -> str:
 
 def _legend() -> str:
     items = "".join(f"<li><i class={name}></i>{meaning}</li>" for name, meaning in MEANING.items())
-    return f"<ul class=legend><li><i class=beam></i>live beam</li>{items}</ul>"
+    return f"<ul class=legend><li><i class=beam></i>live beam</li>{items}<li>{COPIED}</li></ul>"
 
 
 def _section(iteration: Mapping[str, Any]) -> str:
@@ -195,7 +195,7 @@ def _box(place: Place, name: str, words: str, below: str, title: str) -> str:
 
 
 def _facts(node: Mapping[str, Any]) -> str:
-    parts = [f"q {node['q']:.2f}"] if node["q"] is not None else []
+    parts = [origin(node)] if origin(node) else []
     if node["logp"] is not None:
         parts.append(f"p {math.exp(node['logp']):.2f}")
     count = node["accepted"] + node["filled"] or node["drafted"]

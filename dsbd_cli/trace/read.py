@@ -21,6 +21,8 @@ MEANING = {
     UNREACHED: "drafted, and not looked at",
 }
 
+COPIED = "copied: what followed the last tokens before, without the draft"
+
 
 @dataclass
 class Trace:
@@ -94,6 +96,14 @@ def fate(node: Mapping[str, Any], iteration: Mapping[str, Any]) -> str:
     parents = {beam["id"] for beam in iteration["beams"]}
     parents |= {other["id"] for other in iteration["nodes"] if other["accepted"] or other["filled"]}
     return UNREACHED if node["parent"] in parents else DEAD
+
+
+def origin(node: Mapping[str, Any]) -> str:
+    """Where a node was proposed from: its chance under the draft, or that it followed the last tokens before (which has
+    none); empty for one that the target alone drew."""
+    if node["q"] is not None:
+        return f"q {node['q']:.2f}"
+    return "copied" if node["drafted"] else ""
 
 
 def share(score: float, scores: list[float]) -> float:

@@ -9,12 +9,23 @@ from rich.text import Text
 from rich.tree import Tree
 
 from dsbd_cli.setting_text import describe
-from dsbd_cli.trace.read import ACCEPTED, DEAD, FILLED, REJECTED, UNREACHED, Trace, fate, share
+from dsbd_cli.trace.read import (
+    ACCEPTED,
+    COPIED,
+    DEAD,
+    FILLED,
+    REJECTED,
+    UNREACHED,
+    Trace,
+    fate,
+    origin,
+    share,
+)
 from dsbd_cli.ui.safe import one_line
 
 _STYLES = {ACCEPTED: "green", FILLED: "blue", REJECTED: "red", DEAD: "dim", UNREACHED: "dim"}
 _SIGNS = {ACCEPTED: "+", FILLED: "*", REJECTED: "x", DEAD: "-", UNREACHED: "."}
-LEGEND = "+ accepted   * drawn by the target   x refused   . not looked at   - below one that is no beam"
+LEGEND = f"+ accepted   * drawn by the target   x refused   . not looked at   - below one that is no beam   {COPIED}"
 
 
 def head(trace: Trace, unicode: bool = True) -> Text:
@@ -54,7 +65,7 @@ def _tree(iteration: Mapping[str, Any], unicode: bool) -> Tree:
         label = Text(f"{_SIGNS[fated]} {one_line(repr(node['text'])[1:-1], unicode)}", style=_STYLES[fated])
         facts = []
         if node["drafted"]:
-            facts.append(f"q {node['q']:.2f}" + (f" x{node['drafted']}" if node["drafted"] > 1 else ""))
+            facts.append(origin(node) + (f" x{node['drafted']}" if node["drafted"] > 1 else ""))
         if node["accepted"] + node["filled"] > 1:
             facts.append(f"draws {node['accepted'] + node['filled']}")
         if node["logp"] is not None:

@@ -2,12 +2,13 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.tree import Tree
 
 from dsbd_cli.decoding.tree.events import Event, Finished
 from dsbd_cli.errors import UserError
@@ -30,6 +31,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "beam": {"method": "beam"},
     "multinomial": {"method": "multinomial"},
     "deterministic": {"deterministic": True, "forest": "full"},
+    "lookup": {"verify": "cover", "lookup": 4, "forest": "full"},
 }
 
 
@@ -79,13 +81,15 @@ def test_what_is_written_adds_up_to_the_statistics(traced: Callable[[str], Trace
     assert [layer["width"] for layer in layers] == stats["widths"]
     assert [layer["distinct"] for layer in layers] == stats["distinct_widths"]
     assert sum(node["accepted"] + node["filled"] for node in nodes) == sum(stats["widths"])
-    if name not in ("cover", "deterministic"):
+    if name not in ("cover", "deterministic", "lookup"):
         assert sum(node["accepted"] for node in nodes) == stats["drafts_accepted"]
         assert sum(node["rejected"] for node in nodes) == stats["drafts_examined"] - stats["drafts_accepted"]
     if name not in ("beam", "multinomial"):
         assert stats["drafts_accepted"] > 0
         assert any(node["rejected"] for node in nodes)
-        assert all(0 < node["q"] <= 1 for node in nodes if node["drafted"])
+        copied = [node for node in nodes if node["drafted"] and node["q"] is None]
+        assert bool(copied) == (name == "lookup")
+        assert all(0 < node["q"] <= 1 for node in nodes if node["drafted"] and node not in copied)
     assert all(node["drafted"] or node["filled"] for node in nodes)
 
 
@@ -125,6 +129,28 @@ def test_every_iteration_is_a_forest_on_its_beams(traced: Callable[[str], Trace]
         assert max(x for x, _ in spots) < width
         assert max(y for _, y in spots) < height
         assert all((place.y - 18) % ROW == 0 and (place.x - 1) % STEP == 0 for place in places.values())
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_replay_and_page_show_runs_of_every_kind(traced: Callable[[str], Trace], name: str) -> None:
+    """What was proposed without the draft has no chance under it, and says so."""
+    trace = traced(name)
+    labels = [str(branch.label) for tree in trees(trace) for branch in _branches(tree)]
+    nodes = [node for iteration in trace.iterations for node in iteration["nodes"]]
+    beams = [beam for iteration in trace.iterations for beam in iteration["beams"]]
+    assert len(labels) == len(nodes) + len(beams)
+    copied = sum(node["drafted"] > 0 and node["q"] is None for node in nodes)
+    assert sum("  copied" in label for label in labels) == copied
+    assert "copied: " in head(trace).plain
+    document = page(trace)
+    assert document.count("copied") == 1 + 2 * copied  # the legend; below the box, and in its title
+    assert "; </title>" not in document
+
+
+def _branches(tree: Tree) -> Iterator[Tree]:
+    for child in tree.children:
+        yield child
+        yield from _branches(child)
 
 
 @pytest.mark.parametrize(
