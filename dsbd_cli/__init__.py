@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from dsbd_cli.settings import Settings
 from dsbd_cli.version import __version__
 
 if TYPE_CHECKING:
     from dsbd_cli.decoder import Decoder
     from dsbd_cli.hf import generate
     from dsbd_cli.result import Result
+    from dsbd_cli.settings import Settings
 
 __all__ = ["Decoder", "Result", "Settings", "__version__", "generate"]
 
@@ -28,6 +28,10 @@ def __getattr__(name: str) -> Any:
         from dsbd_cli.result import Result
 
         return Result
+    if name == "Settings":
+        from dsbd_cli.settings import Settings
+
+        return Settings
     if name == "generate":
         from dsbd_cli.hf import generate
 

@@ -205,7 +205,7 @@ def _mount_once() -> None:
 
 
 def main() -> None:
-    """Entry point of the `dsbd` script."""
+    """Run the command line, and end the process with its exit code."""
     streams.hold_descriptors()
     signals.heed()
     if sys.argv[1:2] in (["generate"], ["chat"]):
