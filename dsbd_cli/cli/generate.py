@@ -25,6 +25,7 @@ from dsbd_cli.ui.summary import unfinished
 if TYPE_CHECKING:
     from dsbd_cli.decoding import Event
     from dsbd_cli.result import Result
+    from dsbd_cli.settings import Settings
 
 BATCH = "Many prompts"
 
@@ -149,7 +150,8 @@ def generate(
             print_stats(result)
         if len(result.beams) < settings.num_return:
             few = "beam is" if len(result.beams) == 1 else "beams are"
-            tell(f"--num-return {settings.num_return}: only {len(result.beams)} {few} distinct")
+            why = _why_few(settings)
+            tell(f"--num-return {settings.num_return}: only {len(result.beams)} {few} distinct{why}")
         if settings.seed is None and not json and not draws_nothing(settings):
             tell(f"seed {result.seed}")
 
@@ -233,3 +235,12 @@ def print_stats(result: Result) -> None:
         lines.append(f"{name:24} {shown}")
     lines += [f"{'finish_reason':24} {result.finish_reason}", f"{'seed':24} {result.seed}"]
     figures(lines)
+
+
+def _why_few(settings: Settings) -> str:
+    """What leaves fewer beams than were asked for, or gives more; empty where it is the model alone."""
+    if settings.deterministic:
+        return ""
+    if settings.draws == "iid":
+        return " (--draws distinct keeps more apart)"
+    return " (top-k and top-p kept no more)" if settings.top_k or settings.top_p < 1 else ""

@@ -99,7 +99,8 @@ PARAMETERS = [
     _option(
         Text,
         "--forest",
-        help="adaptive: on a CPU, draft as much as recently paid; full: always gamma layers of W_S.",
+        help="adaptive: on a CPU, draft as much as recently paid, or propose what followed the last tokens before; "
+        "full: always gamma layers of W_S.",
         panel=DECODING,
     ),
     _option(
@@ -111,7 +112,8 @@ PARAMETERS = [
     _option(
         Int,
         "--lookup",
-        help="Prompt lookup: propose up to this many tokens that followed the last ones before; 0 is off (cover only).",
+        help="Prompt lookup: beside the draft's layers propose up to this many tokens that followed the last ones "
+        "before; 0 adds none (cover only).",
         panel=DECODING,
     ),
     _option(

@@ -413,7 +413,9 @@ def test_fewer_beams_than_asked_for_are_told(dsbd: Call, models: Models) -> None
     command = ["generate", "hi", *sure, "--method", "beam", "--seed", "1", "--max-new-tokens", "4"]
     ran = dsbd(*command, "--num-return", "3")
     assert ran.text == '"A"\n'
-    assert "--num-return 3: only 1 beam is distinct" in ran.err
+    assert "--num-return 3: only 1 beam is distinct (--draws distinct keeps more apart)\n" in ran.err
+    ran = dsbd(*command, "--num-return", "3", "--draws", "distinct", "--top-p", "0.5")
+    assert "--num-return 3: only 1 beam is distinct (top-k and top-p kept no more)\n" in ran.err
     assert "distinct" not in dsbd(*command, "--num-return", "1").err
 
 
