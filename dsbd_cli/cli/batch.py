@@ -124,7 +124,9 @@ def print_totals(results: list[Result], seconds: float) -> None:
     }
     for name, value in totals.items():
         shown = "n/a" if value is None else f"{value:.4g}" if isinstance(value, float) else value
-        print(f"{name:24} {shown}", file=sys.stderr)
+        # One prompt's own line leaves loading out: the same words would look like another speed.
+        what = "  (of the whole run, loading included)" if name == "seconds" else ""
+        print(f"{name:24} {shown}{what}", file=sys.stderr)
     undrafted = sum(NO_FOREST_PAYS in one.notes for one in stats)
     if undrafted:
         of = "" if undrafted == len(stats) else f" ({undrafted} of {len(stats)} prompts)"

@@ -80,7 +80,13 @@ def test_a_file_of_prompts(dsbd: Call, models: Models, tmp_path: Path) -> None:
         (0, "first", "AB"),
         (1, None, "AB"),
     ]
-    for said in ("2/2 prompts", "prompts                  2", "new_tokens               6", "seed "):
+    for said in (
+        "2/2 prompts",
+        "prompts                  2",
+        "new_tokens               6",
+        "loading included",
+        "seed ",
+    ):
         assert said in ran.err
     again = dsbd(*command)
     assert again.code == 0
