@@ -249,7 +249,7 @@ class Batch:
         self._served_as = (0, 0)  # places and load of the iterations that members are in
         self._members: list[_Member] = []
         self._joined: list[_Member] = []  # let in, not begun
-        self._prefilling: tuple[list[_Member], Iterator[None]] | None = None
+        self._prefilling: tuple[list[_Member], deque[Iterator[None]]] | None = None
         self._coming: list[tuple[int, Planned]] = []  # taken in this round
         self._waiting: deque[tuple[int, Planned]] = deque()  # for memory
         self._told = False
@@ -380,6 +380,7 @@ class Batch:
         while self._waiting and (member := self._admitted(*self._waiting[0])) is not None:
             self._waiting.popleft()
             self._joined.append(member)
+            self._iterations.hold(self._running())
 
     def _admitted(self, index: int, plan: Planned) -> _Member | None:
         """A new member, or None: there is no room for it now."""
@@ -396,7 +397,9 @@ class Batch:
         if target is None:
             return None
         member.target, member.draft = target, None
-        if plan.drafts and self._iterations.pays(member.kind, settings) and not self._gets_draft(member):
+        if plan.drafts and self._iterations.pays(member.kind, settings):
+            self._gets_draft(member)
+        if member.lacks_room:
             target.leave()
             return None
         return member
@@ -450,13 +453,15 @@ class Batch:
         """One forward over prompts, so that those that decode do not wait for all of them."""
         joined, self._joined = self._joined, []
         if joined:
-            old, steps = self._prefilling or ([], iter(()))
-            self._prefilling = [*old, *joined], _chained(steps, self._steps(joined))
+            old, steps = self._prefilling or ([], deque())
+            self._prefilling = [*old, *joined], deque([*steps, self._steps(joined)])
         if self._prefilling is None:
             return
         members, steps = self._prefilling
-        if next(steps, self) is not self:
-            return
+        while steps:
+            if next(steps[0], self) is not self:
+                return
+            steps.popleft()
         self._prefilling = None
         pipelines = [self._pipeline(member) for member in members]
         self._catch_up([
@@ -516,11 +521,12 @@ class Batch:
     def _moves(self, members: Sequence[_Member]) -> dict[_Member, Pipeline]:
         """Where those that have a seat go on, if not where they are."""
         now, found = (self._iterations.places, self._iterations.load), {}
-        if now == self._served_as:  # whoever has come since is where it should be
-            return {}
-        self._served_as = now
+        everyone, self._served_as = now != self._served_as, now
         for member in members:
-            if member.seat is not None:
+            # Else whoever has come since is where it should be, as long as its draft can be asked.
+            if member.seat is not None and (
+                everyone or (member.seat.draft is not None and self._outgrew(member))
+            ):
                 wanted = self._pipeline(member)
                 if wanted is not None and wanted is not member.seat.pipeline:
                     found[member] = wanted
@@ -534,16 +540,27 @@ class Batch:
         return self._iterations.pipeline(member.kind, member.settings, False)
 
     def _gets_draft(self, member: _Member) -> bool:
-        """Whether it has a draft to ask, from now on if not before: there may be no room, or no context left."""
+        """Whether it has a draft to ask, from now on if not before: there may be no context left, or no room."""
+        draft, ids, root = self._buffers.draft, member.plan.ids, member.trie.root
+        assert draft is not None
+        if self._outgrew(member):
+            if _FULL not in member.notes:
+                member.notes.append(_FULL)
+            return False
         if member.draft is None and not member.lacks_room:
-            draft, ids, root = self._buffers.draft, member.plan.ids, member.trie.root
-            assert draft is not None
             member.draft = draft.admit(ids, root, member.size, member.kind.top_n[1])
             member.lacks_room = member.draft is None
-        if member.draft is None or not (member.begun and member.kind.moves):
-            return member.draft is not None
-        limit, depth = member.draft.max_depth, member.run.hypotheses.active[0].depth
-        return limit is None or depth + member.settings.gamma < limit
+        return member.draft is not None
+
+    def _outgrew(self, member: _Member) -> bool:
+        """Whether the draft's context has no room for an iteration on a device, and its text goes without."""
+        if not self._iterations.priced(member.kind):
+            return False
+        assert self._buffers.draft is not None
+        length = len(member.plan.ids)
+        limit = self._buffers.draft.model.limit_for(length)
+        depth = member.run.hypotheses.active[0].depth if member.begun else 0
+        return limit is not None and length + depth + member.settings.gamma >= limit
 
     def _catch_up(self, members: Iterable[_Member]) -> None:
         """Drafts that are asked from now on read what they have not: the prompt, and below it what beams share not."""
@@ -561,8 +578,3 @@ class Batch:
 def _slots(plan: Planned) -> int:
     """Of keys and values, that it may come to need."""
     return most_nodes(plan.settings, len(plan.ids), plan.budget)
-
-
-def _chained(*parts: Iterator[None]) -> Iterator[None]:
-    for part in parts:
-        yield from part

@@ -117,7 +117,7 @@ class Iterations:
             running: how many.
             more: others take their places at once. over: none will.
         """
-        wanted = self._sizes[0] if more else min(size for size in self._sizes if size >= running)
+        wanted = self._sizes[0] if more else self._enough(running)
         # A move costs an iteration, so where prompts come and go three of four places have to be empty.
         if wanted > self.places or over or wanted <= self.places // 4:
             self.places = wanted
@@ -126,9 +126,15 @@ class Iterations:
             self.load = self._load()
         self._over = over
 
+    def hold(self, running: int) -> None:
+        """Have places for so many: prompts that waited for memory were let in beside those that it followed."""
+        if running > self.places:
+            self.places = self._enough(running)
+            self.load = self._load()
+
     def pays(self, kind: Kind, settings: Settings) -> bool:
         """Whether a draft is worth asking; else it need not see the prompt either, and the text is the same."""
-        return not self._priced(kind) or self._fitted(kind, settings).gamma > 0
+        return not self.priced(kind) or self._fitted(kind, settings).gamma > 0
 
     def pipeline(self, kind: Kind, settings: Settings, drafts: bool) -> Pipeline | None:
         """What runs such requests' iterations; None: the host verifies.
@@ -140,7 +146,7 @@ class Iterations:
         demand, pipelines = kind.demand, self._buffers.pipelines
         if not drafts:
             demand = replace(demand, gamma=0, draft_width=0)
-        elif self._priced(kind):
+        elif self.priced(kind):
             demand = self._fitted(kind, settings)
         key = kind, places, demand.gamma, demand.draft_width
         if key not in pipelines:
@@ -151,10 +157,11 @@ class Iterations:
             pipelines[key] = self._pair.engines.together(
                 self._buffers.target, draft, demand, kind.eos, top_n, places
             )
+        pipelines[key] = pipelines.pop(key)  # asked for last: let go of last
         return pipelines[key]
 
     def _make_room(self) -> None:
-        """Let go of those made first that nobody is in: each holds memory of the device."""
+        """Let go of those asked for longest ago that nobody is in: each holds memory of the device."""
         pipelines = self._buffers.pipelines
         for key, old in list(pipelines.items()):
             if len(pipelines) < _MOST_PIPELINES:
@@ -164,7 +171,7 @@ class Iterations:
                 if old is not None:
                     old.release()
 
-    def _priced(self, kind: Kind) -> bool:
+    def priced(self, kind: Kind) -> bool:
         """Whether the forests of such requests follow prices."""
         draft = self._buffers.draft
         drafts = kind.moves and kind.demand.gamma > 0 and not kind.demand.why_not_pipelined
@@ -205,6 +212,9 @@ class Iterations:
             max_draft_width=demand.draft_width, host_ms=_HOST_MS if host is None else host.ms,
         )  # fmt: skip
         return replace(demand, gamma=shape.gamma, draft_width=shape.draft_width if shape.gamma else 0)
+
+    def _enough(self, running: int) -> int:
+        return min(size for size in self._sizes if size >= running)
 
     def _load(self) -> int:
         """For how many requests forests are fitted that so many places share: 2, 8, 32, ..., or all."""

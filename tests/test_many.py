@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import json
 import random
 from collections.abc import Iterator
@@ -295,6 +296,29 @@ def test_prompts_that_come_late_are_waited_for(decoder: Decoder) -> None:
         answers = list(batch.answers(source()))
     assert [answer.index for answer in answers] == [0, 1]
     assert len(seen) > 3
+
+
+def test_prompts_that_come_one_by_one_while_others_are_read_pile_nothing_up(
+    decoder: Decoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One in every round, so that reading never ends before the last has come."""
+    run, depths = SharedModel._run, []
+
+    def noted(self: SharedModel, plans: Any, spans: Any, slots: Any, mask: Any, head: Any) -> Any:
+        if isinstance(head, int):  # a prompt
+            depths.append(len(inspect.stack(0)))
+        return run(self, plans, spans, slots, mask, head)
+
+    own = Settings(method="beam", max_new_tokens=1, seed=1)
+    asked = [one for i in range(12) for one in ((f"{i} prompt", own), None)]
+    with Batch(decoder, 20) as batch:
+        answers = batch.answers([("first", own), None, None, None, *asked])
+        next(answers)
+        monkeypatch.setattr(SharedModel, "_run", noted)
+        monkeypatch.setattr("dsbd_cli.decoding.model.shared._CHUNK", 4)  # each is read in several forwards
+        assert len(list(answers)) == 12
+    assert len(depths) >= 24
+    assert len(set(depths)) == 1
 
 
 def test_two_batches_and_a_prompt_between_them_do_not_touch_each_other(decoder: Decoder) -> None:

@@ -174,6 +174,34 @@ def test_where_memory_has_no_room_for_a_late_draft_its_request_goes_on_without(
         assert told(got) == told(decoder.generate(prompt, one))
 
 
+def test_prompts_that_come_in_together_after_waiting_for_memory_are_many(
+    decoder: Decoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that needs all memory goes first; for those behind it no forest pays, so no draft need read them."""
+    real, read = SharedModel.admit, [0]
+
+    def admit(self: SharedModel, ids: Any, *rest: Any) -> Any:
+        read[0] += self.model is decoder.draft and len(ids) > 1
+        return real(self, ids, *rest)
+
+    monkeypatch.setattr(SharedModel, "admit", admit)
+    large, small = (
+        Settings(
+            seed=1, max_new_tokens=count, threshold=None, early_stopping="never", width=8, draft_width=16
+        )
+        for count in (175, 4)
+    )
+    asked = [("first", large), *((f"prompt {i}", small) for i in range(7))]
+    found: list[tuple[int, int]] = []
+    with Batch(decoder, 8, slots=1600) as batch:
+        for _ in batch.answers(asked, lambda load: found.append((load().running, read[0]))):
+            pass
+    alone = max(drafts for running, drafts in found if running == 1)
+    together = min(drafts for running, drafts in found if running == 7)
+    assert found[0][0] == 1
+    assert together - alone < 4
+
+
 def test_whose_text_depends_on_where_iterations_end_stays_where_it_is(
     decoder: Decoder, moved: list[tuple[int, int, bool]]
 ) -> None:
@@ -255,3 +283,38 @@ def test_a_draft_whose_context_is_full_is_not_asked_late(
         assert told(got) == told(other.generate(prompt, one))
     assert moved
     assert not any(forest for before, after, forest in moved if after <= 2)
+
+
+def test_a_draft_that_can_never_be_asked_takes_no_memory_and_the_device_goes_on_without(
+    tmp_path: Path, decoder: Decoder, moved: list[tuple[int, int, bool]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Behind some prompts its context has room for an iteration, and not to the end; behind others for none."""
+    builders.rand(tmp_path / "small", max_position_embeddings=40, initializer_range=0.2)
+    other = captured(Decoder.from_pair(tmp_path / "t", tmp_path / "small", dtype="float32"))
+    other.prices.captured, other.prices.host = decoder.prices.captured, decoder.prices.host  # type: ignore[method-assign]
+    admit, compute, asked, by_host = SharedModel.admit, SharedModel.compute, [0], [0]
+
+    def admitted(self: SharedModel, ids: Any, *rest: Any) -> Any:
+        asked[0] += self.model is other.draft and len(ids) > 1
+        return admit(self, ids, *rest)
+
+    def computed(self: SharedModel, needs: Any) -> None:
+        if self.model is other.target:
+            by_host[0] += sum(any(not need.model.has_logits(node) for node in need.nodes) for need in needs)
+        compute(self, needs)
+
+    monkeypatch.setattr(SharedModel, "admit", admitted)
+    monkeypatch.setattr(SharedModel, "compute", computed)
+    own = Settings(seed=1, max_new_tokens=40, threshold=None, top_k=12, early_stopping="never", gamma=4)
+    prompts = ["x" * 8, "x" * 38, "x" * 9]
+    with Batch(other, 4) as batch:
+        answers = sorted(batch.answers((prompt, own) for prompt in prompts), key=lambda answer: answer.index)
+    for prompt, answer in zip(prompts, answers, strict=True):
+        assert answer.result is not None
+        assert told(answer.result) == told(other.generate(prompt, own))
+        assert len(answer.notes) == 1
+        assert "context is full" in answer.notes[0]
+    assert asked[0] == 2
+    assert answers[0].result.stats.draft_calls > 0  # type: ignore[union-attr]
+    assert [forest for _, _, forest in moved] == [False, False]
+    assert by_host[0] <= 2  # where an iteration ended past the context
