@@ -34,11 +34,12 @@ from dsbd_cli.loading.hardware import NumberFormat
 from dsbd_cli.loading.model import same_model
 from dsbd_cli.loading.ready.packed import Place
 from dsbd_cli.loading.vocabulary import narrowed
-from dsbd_cli.many import Batch, Buffers, in_order
+from dsbd_cli.many import Batch, in_order
 from dsbd_cli.prices.pair import PairPrices
 from dsbd_cli.prompts import Prompt, encode
 from dsbd_cli.result import Result
 from dsbd_cli.settings import DRAFTING, Settings, never_passes
+from dsbd_cli.sharing import Buffers
 from dsbd_cli.steps import Owner, Steps
 from dsbd_cli.text import Detokenizer
 

@@ -7,43 +7,32 @@ module, since joining, serving and leaving keep the same few lists in step.
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import zip_longest
 from operator import attrgetter
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from dsbd_cli.decoding import (
     Compute,
-    HfTreeModel,
-    Iteration,
-    Layer,
     PathModel,
     Pipeline,
-    RequestModel,
-    Run,
-    Seat,
-    SeededSampler,
     SharedModel,
     Turn,
-    forest_is_free,
-    loop_of,
     most_nodes,
     quiet,
-    start,
 )
 from dsbd_cli.errors import UserError
-from dsbd_cli.generation import Generation, Host, Planned
+from dsbd_cli.generation import Planned
 from dsbd_cli.group import group_of
 from dsbd_cli.loading.memory import free_memory
+from dsbd_cli.member import FULL, Member, Sharing
 from dsbd_cli.prompts import Prompt
 from dsbd_cli.result import Result
 from dsbd_cli.settings import Settings
-from dsbd_cli.sharing import Buffers, Iterations, Kind
-from dsbd_cli.steps import Steps
+from dsbd_cli.sharing import Buffers, Iterations
 
 # How many prompts at a time where nothing is said.
 _ON_CPU, _ON_GPU = 8, 64
@@ -55,27 +44,9 @@ _SPARE = 4096
 _ROWS, _CAPTURED_ROWS = 64, 128
 # On a GPU prompts join by this part of the batch at a time.
 _GROUPS = 8
-_FULL = "the draft's context is full: going on without a draft, same law"
-_SHARED_ENERGY = "several prompts share the forwards: measure the whole run"
 
 T = TypeVar("T")
 Asked = tuple[Prompt, Settings]
-
-
-class Sharing(Host, Protocol):
-    """A host whose pair many prompts may share."""
-
-    buffers: Buffers | None
-    step: Steps
-
-    def plan(self, prompt: Prompt, settings: Settings) -> Planned:
-        """What there is to do for a prompt."""
-
-    def ready(self, settings: Settings) -> HfTreeModel | PathModel:
-        """What decodes with these settings."""
-
-    def generate(self, prompt: Prompt, settings: Settings | None = None, *, energy: bool = True) -> Result:
-        """Decode one prompt alone."""
 
 
 @dataclass(frozen=True)
@@ -130,97 +101,6 @@ def in_order(answers: Iterable[T], place: Callable[[T], int] = attrgetter("index
             following += 1
 
 
-class _Member(Generation):
-    """A request under way.
-
-    Attributes:
-        target, draft: the shared models as it sees them, once it is let in.
-        need: what it waits for; None before it has begun.
-        done: its result is there to be made.
-        later: the draft reads the prompt when it is first asked, or never.
-        size: slots that it may come to need. kind: with whom it may share iterations on a device.
-        lacks_room: there was none for a draft when one was to be asked.
-        begun: there is a run of it.
-    """
-
-    target: RequestModel
-    draft: RequestModel | None
-    run: Run
-
-    def __init__(self, index: int, decoder: Sharing, plan: Planned, size: int) -> None:
-        super().__init__(decoder, plan, None, None)
-        self.index, self.plan, self.size, self.begun = index, plan, size, False
-        self.kind, self.lacks_room = Kind.of(plan.settings, self.trie, plan.drafts), False
-        self.notes = list(plan.notes)
-        self.need: Compute | Turn | None = None
-        self.done = False
-        self.seat: Seat | None = None
-        self.later = False
-        self._began = time.perf_counter()
-
-    def prepare(self, requests: Callable[[], int]) -> None:
-        """Before the prompt is computed: how large forests are to be.
-
-        Args:
-            requests: how many are under way.
-        """
-        # Elsewhere the text depends on the forest, and must not depend on who shares it.
-        self._requests = requests if forest_is_free(self.settings) else lambda: 1
-        if self.draft is not None:
-            under_way = max(1, self._requests())
-            self.later = self._decide_forests(self.draft.model.captured, self.prices(), under_way)
-
-    def begin(self, pipeline: Pipeline | None) -> None:
-        """The prompt is computed: decode from now on."""
-        now = time.perf_counter()
-        self.stats.prefill_s, self._began = now - self._began, now
-        samplers = SeededSampler(self.seed, 0), SeededSampler(self.seed, 1)
-        if pipeline is not None:
-            draft = self.draft if pipeline.forest_shape[1] else None
-            self.seat = pipeline.seat(self.target, draft, forests=bool(self.settings.stop))
-        self.run = start(
-            self.settings,
-            self.target,
-            self.draft,
-            self.trie,
-            *samplers,
-            self.seat,
-            prices=self.prices(),
-            prompt=self.ids,
-            shape=self.shape,
-        )
-        self.begun = True
-        self._loop = loop_of(self.run, self.settings) if self.budget > 0 else iter(())
-
-    def advance(self) -> None:
-        """Go on to the next need, or to the end."""
-        self.need = None
-        if self.run.shape is not None:
-            self.run.shape.requests = max(1, self._requests())
-        for event in self._loop:
-            if isinstance(event, (Compute, Turn)):
-                self.need = event
-                return
-            if isinstance(event, Layer):
-                self.tally.add(event)
-            elif isinstance(event, Iteration) and self._lost_its_draft(self.run):
-                self.notes.append(_FULL)
-        self.done = True
-        self.seconds = time.perf_counter() - self._began
-        self.stats.energy_source = _SHARED_ENERGY
-
-    def _lost_its_draft(self, run: Run) -> bool:
-        return run.proposer is not None and run.proposer.exhausted and _FULL not in self.notes
-
-    def leave(self, keep: bool = False) -> None:
-        """Give back all that it has; keep: its prompt may stay (`RequestModel.leave`)."""
-        if self.seat is not None:
-            self.seat.leave()
-        for model in (self.target, self.draft):
-            if model is not None:
-                model.leave(keep)
-
-
 class Batch:
     """Prompts under way on one pair; a context manager.
 
@@ -247,9 +127,9 @@ class Batch:
         self._buffers = decoder.step(self._kept_buffers)
         self._iterations = Iterations(decoder, self._buffers, self._tell)
         self._served_as = (0, 0)  # places and load of the iterations that members are in
-        self._members: list[_Member] = []
-        self._joined: list[_Member] = []  # let in, not begun
-        self._prefilling: tuple[list[_Member], deque[Iterator[None]]] | None = None
+        self._members: list[Member] = []
+        self._joined: list[Member] = []  # let in, not begun
+        self._prefilling: tuple[list[Member], deque[Iterator[None]]] | None = None
         self._coming: list[tuple[int, Planned]] = []  # taken in this round
         self._waiting: deque[tuple[int, Planned]] = deque()  # for memory
         self._told = False
@@ -382,7 +262,7 @@ class Batch:
             self._joined.append(member)
             self._iterations.hold(self._running())
 
-    def _admitted(self, index: int, plan: Planned) -> _Member | None:
+    def _admitted(self, index: int, plan: Planned) -> Member | None:
         """A new member, or None: there is no room for it now."""
         settings, decoder = plan.settings, self.decoder
         size = _slots(plan)
@@ -392,7 +272,7 @@ class Batch:
             assert decoder.draft is not None
             decoder.draft.require_tree()
             self._buffers.draft = self._shared(decoder.draft)
-        member = _Member(index, decoder, plan, size)
+        member = Member(index, decoder, plan, size)
         target = self._buffers.target.admit(plan.ids, member.trie.root, size, member.kind.top_n[0])
         if target is None:
             return None
@@ -473,7 +353,7 @@ class Batch:
             member.advance()
         self._members += members
 
-    def _steps(self, joined: list[_Member]) -> Iterator[None]:
+    def _steps(self, joined: list[Member]) -> Iterator[None]:
         assert self._buffers.target is not None
         for member in joined:
             member.prepare(self._running)
@@ -485,7 +365,7 @@ class Batch:
         for _ in zip_longest(*forwards):
             yield
 
-    def _round(self) -> list[_Member]:
+    def _round(self) -> list[Member]:
         """Serve what all of them need, drafts first; those that are done."""
         done = [member for member in self._members if member.done]
         waiting = [member for member in self._members if not member.done]
@@ -507,7 +387,7 @@ class Batch:
         self._members = [member for member in self._members if member not in done]
         return done
 
-    def _move(self, moves: Mapping[_Member, Pipeline]) -> None:
+    def _move(self, moves: Mapping[Member, Pipeline]) -> None:
         drafting = [member for member, pipeline in moves.items() if pipeline.forest_shape[1]]
         for member in drafting:
             # A draft that was not asked in the last iterations reads what was said meanwhile.
@@ -518,7 +398,7 @@ class Batch:
             assert member.seat is not None
             member.seat.move(pipeline, member.draft if pipeline.forest_shape[1] else None)
 
-    def _moves(self, members: Sequence[_Member]) -> dict[_Member, Pipeline]:
+    def _moves(self, members: Sequence[Member]) -> dict[Member, Pipeline]:
         """Where those that have a seat go on, if not where they are."""
         now, found = (self._iterations.places, self._iterations.load), {}
         everyone, self._served_as = now != self._served_as, now
@@ -532,27 +412,27 @@ class Batch:
                     found[member] = wanted
         return found
 
-    def _pipeline(self, member: _Member) -> Pipeline | None:
+    def _pipeline(self, member: Member) -> Pipeline | None:
         """What runs whole iterations on the device for requests like this one; None: the host verifies."""
         found = self._iterations.pipeline(member.kind, member.settings, member.plan.drafts)
         if found is None or not found.forest_shape[1] or self._gets_draft(member):
             return found
         return self._iterations.pipeline(member.kind, member.settings, False)
 
-    def _gets_draft(self, member: _Member) -> bool:
+    def _gets_draft(self, member: Member) -> bool:
         """Whether it has a draft to ask, from now on if not before: there may be no context left, or no room."""
         draft, ids, root = self._buffers.draft, member.plan.ids, member.trie.root
         assert draft is not None
         if self._outgrew(member):
-            if _FULL not in member.notes:
-                member.notes.append(_FULL)
+            if FULL not in member.notes:
+                member.notes.append(FULL)
             return False
         if member.draft is None and not member.lacks_room:
             member.draft = draft.admit(ids, root, member.size, member.kind.top_n[1])
             member.lacks_room = member.draft is None
         return member.draft is not None
 
-    def _outgrew(self, member: _Member) -> bool:
+    def _outgrew(self, member: Member) -> bool:
         """Whether the draft's context has no room for an iteration on a device, and its text goes without."""
         if not self._iterations.priced(member.kind):
             return False
@@ -562,7 +442,7 @@ class Batch:
         depth = member.run.hypotheses.active[0].depth if member.begun else 0
         return limit is not None and length + depth + member.settings.gamma >= limit
 
-    def _catch_up(self, members: Iterable[_Member]) -> None:
+    def _catch_up(self, members: Iterable[Member]) -> None:
         """Drafts that are asked from now on read what they have not: the prompt, and below it what beams share not."""
         needs = []
         for member in members:
