@@ -129,7 +129,7 @@ class Batch:
         self._served_as = (0, 0)  # places and load of the iterations that members are in
         self._members: list[Member] = []
         self._joined: list[Member] = []  # let in, not begun
-        self._prefilling: tuple[list[Member], deque[Iterator[None]]] | None = None
+        self._prefilling: deque[tuple[list[Member], Iterator[None]]] = deque()  # let in together
         self._coming: list[tuple[int, Planned]] = []  # taken in this round
         self._waiting: deque[tuple[int, Planned]] = deque()  # for memory
         self._told = False
@@ -158,11 +158,11 @@ class Batch:
             self._step(self._leave)
         else:
             quiet(self.decoder.target.device)  # buffers go that something in flight may write to
-        self._joined, self._members, self._prefilling = [], [], None
+        self._joined, self._members, self._prefilling = [], [], deque()
         self._buffers = Buffers(self.size, self._slots)
 
     def _leave(self) -> None:
-        joining = self._prefilling[0] if self._prefilling else []
+        joining = [member for members, _ in self._prefilling for member in members]
         for member in [*self._joined, *self._members, *joining]:
             member.leave()
         self._buffers.taken = False
@@ -242,8 +242,8 @@ class Batch:
     # Coming and going.
 
     def _running(self) -> int:
-        joining = self._prefilling[0] if self._prefilling else []
-        return len(self._coming) + len(self._joined) + len(joining) + len(self._members)
+        joining = sum(len(members) for members, _ in self._prefilling)
+        return len(self._coming) + len(self._joined) + joining + len(self._members)
 
     def _alone(self, index: int, plan: Planned, prompt: Prompt) -> Answer | None:
         """The answer of a prompt that cannot share forwards, decoded at once; None where it can."""
@@ -331,18 +331,18 @@ class Batch:
 
     def _prefill(self) -> None:
         """One forward over prompts, so that those that decode do not wait for all of them."""
-        joined, self._joined = self._joined, []
-        if joined:
-            old, steps = self._prefilling or ([], deque())
-            self._prefilling = [*old, *joined], deque([*steps, self._steps(joined)])
-        if self._prefilling is None:
-            return
-        members, steps = self._prefilling
-        while steps:
-            if next(steps[0], self) is not self:
+        if self._joined:
+            self._prefilling.append((self._joined, self._steps(self._joined)))
+            self._joined = []
+        while self._prefilling:
+            members, steps = self._prefilling[0]
+            if next(steps, self) is not self:
                 return
-            steps.popleft()
-        self._prefilling = None
+            self._prefilling.popleft()
+            self._begin(members)
+
+    def _begin(self, members: list[Member]) -> None:
+        """Their prompts are read: decode them from now on."""
         pipelines = [self._pipeline(member) for member in members]
         self._catch_up([
             member for member, pipeline in zip(members, pipelines, strict=True)

@@ -321,6 +321,26 @@ def test_prompts_that_come_one_by_one_while_others_are_read_pile_nothing_up(
     assert len(set(depths)) == 1
 
 
+@pytest.mark.parametrize("device", [False, True])
+def test_prompts_that_come_one_a_round_begin_when_they_are_read(decoder: Decoder, device: bool) -> None:
+    """Not when all are that have come meanwhile."""
+    own = [Settings(max_new_tokens=20, seed=i, method="beam") for i in range(12)]
+    generated: list[int] = []
+
+    with Batch(captured(decoder) if device else decoder, 12) as batch:
+
+        def source() -> Iterator[tuple[str, Settings] | None]:
+            for i, one in enumerate(own):
+                generated.append(batch.load().tokens)
+                yield f"prompt {i}", one
+                yield None
+
+        answers = sorted(batch.answers(source()), key=lambda answer: answer.index)
+    assert generated[6] > 0
+    for i, (one, answer) in enumerate(zip(own, answers, strict=True)):
+        assert told(answer.result) == told(decoder.generate(f"prompt {i}", one))
+
+
 def test_two_batches_and_a_prompt_between_them_do_not_touch_each_other(decoder: Decoder) -> None:
     mixed = asked(12)
     prompts, settings = zip(*mixed, strict=True)
