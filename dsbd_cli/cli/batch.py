@@ -56,6 +56,8 @@ def many(
     begin = time.monotonic()
     results = _from_stdin(chosen, tell, json, quiet, batch) if source is None or output is None else _from_file(
         chosen, source, output, tell, quiet, batch)  # fmt: skip
+    if lines and not results:
+        tell("stdin held no prompt: nothing was decoded")
     if stats:
         print_totals(results, time.monotonic() - begin)
 

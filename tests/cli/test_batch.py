@@ -98,6 +98,13 @@ def test_a_file_of_prompts(dsbd: Call, models: Models, tmp_path: Path) -> None:
     assert (quiet.code, quiet.err) == (0, "")
 
 
+@pytest.mark.parametrize("more", [[], ["--json"]])
+def test_stdin_without_a_prompt_is_told(dsbd: Call, models: Models, more: list[str]) -> None:
+    ran = dsbd("generate", *pair(models("says", "A")), "--lines", *more)
+    assert (ran.code, ran.out) == (0, b"")
+    assert "stdin held no prompt" in ran.err
+
+
 def test_files_that_cannot_serve(dsbd: Call, models: Models, tmp_path: Path) -> None:
     target = pair(models("says", "A"))
     good = tmp_path / "in.txt"
