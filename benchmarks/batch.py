@@ -88,10 +88,10 @@ def main(arguments: list[str] | None = None) -> int:
     groups += [[(method, f"batch {size}", size) for method in methods] for size in sizes]
     groups += [[("hf-beam-sample", f"batch {size}", int(size))] for size in options.hf.split(",") if size]
     runs: list[dict[str, Any]] = []
+    longest = sorted(prompts, key=lambda prompt: -len(json.dumps(prompt)))  # buffers do not grow later
     for group in groups:  # captures are those of one batch size
-        for arm in group:  # with the longest prompts: buffers do not grow later
-            first = sorted(prompts, key=lambda prompt: -len(json.dumps(prompt)))
-            run(decoder, base, arm, first[: max(2, min(arm[2], options.few))])
+        for arm in group:
+            run(decoder, base, arm, longest[: max(2, min(arm[2], options.few))])
         for number in range(options.rounds):
             turn = group[number % len(group) :] + group[: number % len(group)]
             for arm in turn:

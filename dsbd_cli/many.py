@@ -346,7 +346,7 @@ class Batch:
         pipelines = [self._pipeline(member) for member in members]
         self._catch_up([
             member for member, pipeline in zip(members, pipelines, strict=True)
-            if pipeline is not None and pipeline.forest_shape[1]
+            if pipeline is not None and pipeline.drafts
         ])  # fmt: skip
         for member, pipeline in zip(members, pipelines, strict=True):
             member.begin(pipeline)
@@ -388,15 +388,14 @@ class Batch:
         return done
 
     def _move(self, moves: Mapping[Member, Pipeline]) -> None:
-        drafting = [member for member, pipeline in moves.items() if pipeline.forest_shape[1]]
+        drafting = [member for member, pipeline in moves.items() if pipeline.drafts]
         for member in drafting:
             # A draft that was not asked in the last iterations reads what was said meanwhile.
             if member.draft is not None and member.seat is not None and member.seat.draft is None:
                 member.draft.begin_above(member.run.hypotheses.active)
         self._catch_up(drafting)
         for member, pipeline in moves.items():
-            assert member.seat is not None
-            member.seat.move(pipeline, member.draft if pipeline.forest_shape[1] else None)
+            member.move(pipeline)
 
     def _moves(self, members: Sequence[Member]) -> dict[Member, Pipeline]:
         """Where those that have a seat go on, if not where they are."""
@@ -415,7 +414,7 @@ class Batch:
     def _pipeline(self, member: Member) -> Pipeline | None:
         """What runs whole iterations on the device for requests like this one; None: the host verifies."""
         found = self._iterations.pipeline(member.kind, member.settings, member.plan.drafts)
-        if found is None or not found.forest_shape[1] or self._gets_draft(member):
+        if found is None or not found.drafts or self._gets_draft(member):
             return found
         return self._iterations.pipeline(member.kind, member.settings, False)
 

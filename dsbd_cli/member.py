@@ -95,8 +95,7 @@ class Member(Generation):
         self.stats.prefill_s, self._began = now - self._began, now
         samplers = SeededSampler(self.seed, 0), SeededSampler(self.seed, 1)
         if pipeline is not None:
-            draft = self.draft if pipeline.forest_shape[1] else None
-            self.seat = pipeline.seat(self.target, draft, forests=bool(self.settings.stop))
+            self.seat = pipeline.seat(self.target, self._draft_of(pipeline), forests=bool(self.settings.stop))
         self.run = start(
             self.settings,
             self.target,
@@ -110,6 +109,14 @@ class Member(Generation):
         )
         self.begun = True
         self._loop = loop_of(self.run, self.settings) if self.budget > 0 else iter(())
+
+    def move(self, pipeline: Pipeline) -> None:
+        """Go on in another pipeline."""
+        assert self.seat is not None
+        self.seat.move(pipeline, self._draft_of(pipeline))
+
+    def _draft_of(self, pipeline: Pipeline) -> RequestModel | None:
+        return self.draft if pipeline.drafts else None
 
     def advance(self) -> None:
         """Go on to the next need, or to the end."""

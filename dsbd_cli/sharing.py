@@ -18,11 +18,12 @@ from dsbd_cli.decoding import (
     SharedModel,
     Trie,
     demand_of,
+    distinct_of,
     draft_processor,
     forest_is_free,
     top_n_needed,
 )
-from dsbd_cli.prices import Acceptance, Prices, best_iteration, distinct_beams
+from dsbd_cli.prices import Acceptance, Prices, beams_of, best_iteration
 from dsbd_cli.prices.captured import measure_captured
 from dsbd_cli.prices.pair import ONCE, PairPrices
 from dsbd_cli.settings import Settings
@@ -202,11 +203,9 @@ class Iterations:
         if prices is None:
             return demand
         host = self._pair.prices.host(settings)
-        apart = demand.distinct or demand.search
-        beams = distinct_beams(demand.width, without_replacement=apart)
         # A layer of fewer nodes than there are distinct beams never holds them all.
-        least = demand.width if apart else 1
-        known = Acceptance.assumed(beams, demand.gamma, demand.draft_width, least=least)
+        least = max(1, distinct_of(settings))
+        known = Acceptance.assumed(beams_of(settings), demand.gamma, demand.draft_width, least=least)
         shape = best_iteration(
             prices, known, requests=requests, width=demand.width, max_gamma=demand.gamma,
             max_draft_width=demand.draft_width, host_ms=_HOST_MS if host is None else host.ms,

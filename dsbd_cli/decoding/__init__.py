@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from dsbd_cli.decoding.methods.proposers import least_width as least_width
     from dsbd_cli.decoding.methods.setup import decode as decode
     from dsbd_cli.decoding.methods.setup import demand_of as demand_of
+    from dsbd_cli.decoding.methods.setup import distinct_of as distinct_of
     from dsbd_cli.decoding.methods.setup import draft_processor as draft_processor
     from dsbd_cli.decoding.methods.setup import forest_is_free as forest_is_free
     from dsbd_cli.decoding.methods.setup import forest_shape as forest_shape
@@ -78,6 +79,7 @@ _ROOMS = {
     "methods.setup": (
         "decode",
         "demand_of",
+        "distinct_of",
         "draft_processor",
         "loop_of",
         "most_nodes",

@@ -171,7 +171,7 @@ def measure(
     rounds: int = _ROUNDS,
     clock: Callable[[], float] = time.perf_counter,
 ) -> HostPrices:
-    """The host's prices on this machine; a second or two."""
+    """The host's prices on this machine; some seconds."""
     watched = Window()
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)

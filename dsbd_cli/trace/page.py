@@ -195,7 +195,7 @@ def _box(place: Place, name: str, words: str, below: str, title: str) -> str:
 
 
 def _facts(node: Mapping[str, Any]) -> str:
-    parts = [origin(node)] if origin(node) else []
+    parts = [where] if (where := origin(node)) else []
     if node["logp"] is not None:
         parts.append(f"p {math.exp(node['logp']):.2f}")
     count = node["accepted"] + node["filled"] or node["drafted"]

@@ -292,9 +292,8 @@ class TreeMasks:
 
     def see(self, row: int, slots: Tensor) -> None:
         """Let `row` see `slots` (int64 [N]) as well."""
-        self.table[row].index_fill_(
-            0, slots, 0.0
-        )  # (a number that is stored by an index waits for the device)
+        # A number that is stored by an index waits for the device.
+        self.table[row].index_fill_(0, slots, 0.0)
 
     def causal(self, row: int, slots: Tensor) -> Tensor:
         """[N, table width]: what `row` sees, and of `slots` (int64 [N]) each its own and those before it.

@@ -238,6 +238,11 @@ class Pipeline:
         return self._iteration.layout.draft_width, self._iteration.layout.gamma
 
     @property
+    def drafts(self) -> bool:
+        """Whether its iterations have forests: it is given a draft then."""
+        return self._iteration.layout.gamma > 0
+
+    @property
     def steps_s(self) -> float:
         """Seconds that the device's steps took the host, on a machine without one (`Captures.steps_s`)."""
         return self._iteration.captures.steps_s

@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dsbd_cli.decoding.cache.buffers import LogitStore
-from dsbd_cli.decoding.cache.logits import Best, best_of, finite_logits, log_probabilities, pack
+from dsbd_cli.decoding.cache.logits import Best, finite_logits, log_probabilities, pack, unpack
 from dsbd_cli.decoding.cache.transfer import Landing
 from dsbd_cli.decoding.forward import native
 from dsbd_cli.decoding.tree.sequences import Node
@@ -311,14 +311,13 @@ def top_logits(logits: Tensor, vocab: int, count: int) -> Best:
     kernels = c_kernels() if logits.device.type == "cpu" and c_kernels_serve(logits.dtype) else None
     if kernels is not None and logits.stride(-1) == 1:
         return Best(*kernels.top_logits(logits, vocab, min(count, vocab)))
-    logps = log_probabilities(logits, vocab)
-    return best_of(logps, finite_logits(logps), count)
+    return unpack(landing_logits(logits, vocab, count).wait())
 
 
 def landing_logits(logits: Tensor, vocab: int, count: int) -> Landing:
     """`top_logits` as `pack` puts it together, without waiting for it."""
     logps = log_probabilities(logits, vocab)
-    return Landing(pack(logps, finite_logits(logps), min(count, vocab)))
+    return Landing(pack(logps, finite_logits(logps), min(count, logps.shape[-1])))
 
 
 def keep_logits(store: LogitStore, nodes: Sequence[Node], logits: Tensor) -> None:
