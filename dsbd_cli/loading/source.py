@@ -17,7 +17,6 @@ from typing import Literal
 
 from dsbd_cli.errors import UserError
 from dsbd_cli.loading import gguf_cache, wheel
-from dsbd_cli.loading.cache import is_built
 from dsbd_cli.names import near
 
 Kind = Literal["folder", "hub", "gguf", "wheel", "embedded"]
@@ -79,7 +78,7 @@ def parse_source(text: str, role: str = "target") -> Source:
 def on_disk(source: Source, cache: Path) -> bool:
     """Whether loading needs no download. A conversion may still be due."""
     if source.kind == "wheel" and source.wheel is not None:
-        ready = is_built(gguf_cache.folder_of_sum(source.wheel.sha256, cache))
+        ready = gguf_cache.is_converted(gguf_cache.folder_of_sum(source.wheel.sha256, cache))
         found = wheel.installed(source.wheel) or wheel.cached(source.wheel, cache)
         return ready or found.is_file()
     if source.kind == "hub":

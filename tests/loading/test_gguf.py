@@ -14,7 +14,10 @@ from tokenizers import pre_tokenizers as pre
 
 from dsbd_cli.errors import RunError, UserError
 from dsbd_cli.loading import PairSpec, load_pair
-from dsbd_cli.loading.gguf_file import read_facts
+from dsbd_cli.loading.cache import build_once
+from dsbd_cli.loading.gguf_cache import folder_of_file
+from dsbd_cli.loading.gguf_file import converted, read_facts
+from dsbd_cli.loading.progress import silent
 from dsbd_cli.loading.source import parse_source
 from tests.builders import rand
 from tests.loading.gguf_maker import MERGES, tiny_llama, vocabulary, write_gguf
@@ -219,6 +222,27 @@ def test_two_processes_at_once_share_one_conversion(tmp_path):
         assert worker.exitcode == 0
     assert answers[0][1] == answers[1][1]
     assert len([entry for entry in (tmp_path / "cache" / "models").iterdir() if entry.is_dir()]) == 1
+
+
+def test_whoever_of_connected_processes_converts_writes_the_model(tmp_path, monkeypatch):
+    """transformers lets none but the first save one: the folder of another held a tokenizer, for good."""
+    path = write_gguf(tmp_path / "m.gguf", tiny_llama())
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda group=None: 1)
+    folder, note = converted(parse_source(str(path), "target"), "target", tmp_path / "cache", silent)
+    assert note is not None
+    assert {"config.json", "model.safetensors", "tokenizer.json"} <= {file.name for file in folder.iterdir()}
+    assert torch.distributed.is_initialized()
+
+
+def test_conversion_without_a_model_is_made_again(tmp_path):
+    path = write_gguf(tmp_path / "m.gguf", tiny_llama())
+    source = parse_source(str(path), "target")
+    folder = folder_of_file(path, tmp_path / "cache")
+    build_once(folder, lambda part: (part / "tokenizer.json").write_text("{}"), what="m.gguf")
+    converted(source, "target", tmp_path / "cache", silent)
+    assert (folder / "config.json").exists()
+    assert converted(source, "target", tmp_path / "cache", silent) == (folder, None)
 
 
 REAL = "DSBD_SMOLLM2_GGUF"
