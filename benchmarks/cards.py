@@ -146,6 +146,7 @@ class Cards:
                 "ratio": rates[1] / max(1e-9, rates[0]),
                 "median_ratio": statistics.median(each) if each else None,
                 "alike": sum(one[0] == all_[0] for one, all_ in answers), "prompts": len(answers),
+                "each": [[[len(ids), seconds] for ids, seconds in pair] for pair in answers],
                 "tokens": [sum(len(one[at][0]) for one in answers) for at in (0, 1)],
                 "paths": self.all.describe(),
             }  # fmt: skip

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 class Exchange:
-    """Sums of up to four megabytes: 3 to 4 us for some nodes where NCCL takes 9 (docs/speed.md).
+    """Sums of up to some megabytes: 3 to 4 us for some nodes where NCCL takes 9 (docs/speed.md).
 
     Every word goes with a count that says for which sum it is, so nobody waits for anything but the words (NCCL's LL
     protocol does so): no barrier before them, none behind them. Two cards, for then no order of adding can differ.
@@ -22,6 +22,7 @@ class Exchange:
     """
 
     _WORDS = 1 << 20
+    _ROWS, _FEW_WORDS, _MANY_WORDS = 1 << 12, 1 << 18, 1 << 22  # of sums that are normed
     _FIRST_TRIES = 1 << 20  # about a second
     _DTYPES = ("torch.bfloat16", "torch.float16", "torch.float32")
 
@@ -32,22 +33,38 @@ class Exchange:
         from torch import distributed
         from torch.distributed import _symmetric_memory as symmetric
 
-        from dsbd_cli.exchange_kernels import WORDS_OF_A_PROGRAM
+        from dsbd_cli.exchange_kernels import WORDS_OF_A_PROGRAM, Rows
 
         everyone = distributed.group.WORLD
         assert everyone is not None
-        shape = (2, self._WORDS)
-        self._here = symmetric.empty(shape, dtype=torch.int64, device=torch.device("cuda"))
-        self._here.zero_()
-        handle: Any = symmetric.rendezvous(self._here, everyone)
-        self._there = handle.get_buffer(1 - handle.rank, shape, torch.int64)
+
+        def shared(width: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+            """Zeros [2, width] that the other process writes, and those that it reads."""
+            here = symmetric.empty((2, width), dtype=dtype, device=torch.device("cuda"))
+            here.zero_()
+            torch.cuda.synchronize()  # before the other writes
+            self._handle: Any = symmetric.rendezvous(here, everyone)
+            return here, self._handle.get_buffer(1 - self._handle.rank, (2, width), dtype)
+
+        self._here, self._there = shared(self._WORDS, torch.int64)
         self._counts = torch.zeros(self._WORDS // WORDS_OF_A_PROGRAM, dtype=torch.int32, device="cuda")
+        few, many, done = (
+            shared(self._FEW_WORDS, torch.int64), shared(self._MANY_WORDS, torch.int32),
+            shared(self._ROWS, torch.int32),
+        )  # fmt: skip
+        self._rows = Rows(*few, *many, *done, torch.zeros(self._ROWS, dtype=torch.int32, device="cuda"))
+        handle = self._handle
         numbers = torch.arange(3 * WORDS_OF_A_PROGRAM, dtype=torch.float32, device="cuda")
         self._sum(numbers[:0], 1)  # compiled before anybody waits for the other
+        for kind in (False, True):
+            self._normed(numbers[None], numbers, 0.0, 1, kind)
         torch.cuda.synchronize()
         handle.barrier()
-        found = self._sum(numbers * (1 + 2 * handle.rank), self._FIRST_TRIES)
-        if not torch.equal(found, 4 * numbers):
+        own = numbers * (1 + 2 * handle.rank)
+        sums = [self._sum(own, self._FIRST_TRIES)]
+        for kind in (False, True):
+            sums.append(self._normed(own[None], numbers, 0.0, self._FIRST_TRIES, kind)[0][0])
+        if not all(torch.equal(found, 4 * numbers) for found in sums):
             raise RuntimeError("a first sum of both cards is wrong")
 
     def takes(self, x: Tensor) -> bool:
@@ -61,6 +78,28 @@ class Exchange:
     def sum(self, x: Tensor) -> Tensor:
         """A new tensor."""
         return self._sum(x, 0)
+
+    def takes_rows(self, x: Tensor) -> bool:
+        """Whether rows [N, width] are for `normed_sum`."""
+        row = x.shape[-1] * x.element_size()
+        return (
+            x.dim() == 2
+            and row % 4 == 0
+            and self.takes(x[:1])
+            and x.is_contiguous()
+            and self._rows.take(len(x), row // 4)
+        )
+
+    def normed_sum(self, x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        """The sum of rows [N, width], and it normed (RMS): new tensors."""
+        return self._normed(x, weight, eps, 0)
+
+    def _normed(
+        self, x: Tensor, weight: Tensor, eps: float, tries: int, many: bool | None = None
+    ) -> tuple[Tensor, Tensor]:
+        from dsbd_cli.exchange_kernels import normed_sum_of_both
+
+        return normed_sum_of_both(x, weight, eps, self._rows, tries, many)
 
     def _sum(self, x: Tensor, tries: int) -> Tensor:
         from dsbd_cli.exchange_kernels import sum_of_both

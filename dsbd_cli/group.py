@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import socket
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 T = TypeVar("T")
+Norming = Callable[["Tensor", "Tensor", float], "Tensor"]
 # A group may wait for the next line of a chat for days.
 PATIENCE = timedelta(days=7)
 
@@ -102,6 +104,13 @@ class Group:
 
         distributed.all_reduce(x)
         return x
+
+    def normed_sum(self, x: Tensor, weight: Tensor, eps: float, rms: Norming) -> tuple[Tensor, Tensor]:
+        """The sum of rows [N, width], and `rms` of it and the rest: the same bits on each process."""
+        if self.exchange is not None and self.exchange.takes_rows(x):
+            return self.exchange.normed_sum(x, weight, eps)
+        total = self.sum(x)
+        return total, rms(total, weight, eps)
 
     def side_by_side(self, part: Tensor) -> Tensor:
         """Everybody's columns in order: [N, n] to [N, size n]."""

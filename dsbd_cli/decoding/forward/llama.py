@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from dsbd_cli.decoding.cache.buffers import KVBuffer, Span
 from dsbd_cli.decoding.forward.few import FewNodes
 from dsbd_cli.decoding.forward.kernels import Int8Linear, Linear, PrepackedLinear, fused
-from dsbd_cli.decoding.forward.split import head_of, summed
+from dsbd_cli.decoding.forward.split import SplitLayers, head_of, summed
 from dsbd_cli.decoding.forward.turns import Turns
 from dsbd_cli.group import ALONE, Group, group_of
 
@@ -64,6 +64,8 @@ class LlamaForward:
         self._norm = Norm(inner.norm, self.dtype)
         self._head = head_of(model.lm_head, linear, group)
         self._products: Any = kernels.products if kind is TritonLayer else None
+        split = kind is TritonLayer and group.size > 1
+        self._split = SplitLayers(self._layers, self._norm, kernels.rms) if split else None
         self._few = FewNodes(self._layers, self._norm, self._head, self._products) if few else None
 
     def describe(self) -> str:
@@ -107,6 +109,9 @@ class LlamaForward:
         if few is not None and rows is not None:
             assert mask is not None
             return few(rows, cache, cos, sin, mask, kept, self._break)
+        if self._split is not None:
+            normed = self._split(x, cache, cos, sin, mask, self._break)
+            return self._head(normed if kept is None else normed[kept])
         for done, layer in enumerate(self._layers):
             self._break(done)
             x = layer(x, cache, cos, sin, mask)
@@ -339,19 +344,23 @@ class TritonLayer(_KernelLayer):
     """CUDA: kernels and tree attention from `triton_kernels`; prompts by torch's flash attention."""
 
     def __call__(self, x: Tensor, cache: KVBuffer, cos: Tensor, sin: Tensor, mask: Tensor | None) -> Tensor:
-        kernels = self.kernels
-        normed = kernels.rms(x, self.before.weight, self.before.eps)
+        rms = self.kernels.rms
+        x = self.out(self.seen(rms(x, self.before.weight, self.before.eps), cache, cos, sin, mask), x)
+        return self.down(self.inner(rms(x, self.after.weight, self.after.eps)), x)
+
+    def seen(self, normed: Tensor, cache: KVBuffer, cos: Tensor, sin: Tensor, mask: Tensor | None) -> Tensor:
+        """What attention gives normed nodes: the input of `out`, [N, heads x size]."""
         # Flash attention takes heads of a token side by side as they lie.
         query, keys, values = self._turned(normed, cache, cos, sin, in_order=mask is None)
         if mask is not None:
-            seen = self.attend(query, keys, values, mask, cache)
-        else:
-            by_head = query.view(-1, self.heads, self.size).transpose(0, 1)[None]
-            seen = self._over_prompts(by_head, keys, values, cache.spans)
-            seen = seen[0].transpose(0, 1).reshape(-1, self.heads * self.size)
-        x = self.out(seen, x)
-        both = self.gate_up(kernels.rms(x, self.after.weight, self.after.eps))
-        return self.down(kernels.silu(both), x)
+            return self.attend(query, keys, values, mask, cache)
+        by_head = query.view(-1, self.heads, self.size).transpose(0, 1)[None]
+        seen = self._over_prompts(by_head, keys, values, cache.spans)
+        return seen[0].transpose(0, 1).reshape(-1, self.heads * self.size)
+
+    def inner(self, normed: Tensor) -> Tensor:
+        """The input of `down`."""
+        return self.kernels.silu(self.gate_up(normed))
 
     def attend(self, query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, cache: KVBuffer) -> Tensor:
         """[N x shared, groups, size] over a tree (mask [1, 1, N, columns]): [N, heads x size]."""

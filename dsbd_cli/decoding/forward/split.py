@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor
 
+from dsbd_cli.decoding.cache.buffers import KVBuffer
 from dsbd_cli.decoding.forward.kernels import Linear, fused
-from dsbd_cli.group import Group
+from dsbd_cli.group import Group, Norming
 
 
 class SummedLinear:
@@ -22,8 +24,15 @@ class SummedLinear:
         self._part, self._group = part, group
 
     def __call__(self, x: Tensor, add: Tensor | None = None) -> Tensor:
+        return self._group.sum(self._own(x, add))
+
+    def normed(self, x: Tensor, add: Tensor, norm: Any, rms: Norming) -> tuple[Tensor, Tensor]:
+        """The sum, and it behind `norm` (`llama.Norm`), by one kernel where there is one for both."""
+        return self._group.normed_sum(self._own(x, add), norm.weight, norm.eps, rms)
+
+    def _own(self, x: Tensor, add: Tensor | None) -> Tensor:
         # What is added is the same on all, and counts once.
-        return self._group.sum(self._part(x, add if self._group.first else None))
+        return self._part(x, add if self._group.first else None)
 
 
 class SideBySide:
@@ -40,6 +49,35 @@ class SideBySide:
     def __call__(self, x: Tensor, add: Tensor | None = None) -> Tensor:
         out = self._group.side_by_side(self._part(x))[:, : self._outputs]
         return out if add is None else add.add_(out)
+
+
+class SplitLayers:
+    """The layers of a `llama.LlamaForward` on cards that hold it together: sums and the norms behind them in one.
+
+    Args:
+        layers: `llama.TritonLayer`. norm: what comes behind them. rms: norms rows.
+    """
+
+    def __init__(self, layers: Sequence[Any], norm: Any, rms: Norming) -> None:
+        self._layers, self._rms = list(layers), rms
+        self._norms = [*(layer.before for layer in self._layers), norm]
+
+    def __call__(
+        self, x: Tensor, cache: KVBuffer, cos: Tensor, sin: Tensor, mask: Tensor | None,
+        between: Callable[[int], None],
+    ) -> Tensor:  # fmt: skip
+        """The last norm of all nodes [N, hidden]; arguments as of `llama.TritonLayer`.
+
+        Args:
+            between: called before each layer with its number.
+        """
+        normed = self._rms(x, self._norms[0].weight, self._norms[0].eps)
+        for i, layer in enumerate(self._layers):
+            between(i)
+            seen = layer.seen(normed, cache, cos, sin, mask)
+            x, normed = layer.out.normed(seen, x, layer.after, self._rms)
+            x, normed = layer.down.normed(layer.inner(normed), x, self._norms[i + 1], self._rms)
+        return normed
 
 
 def summed(part: Linear, group: Group) -> Linear:

@@ -11,7 +11,7 @@ pytest.importorskip("triton", reason="Triton comes with torch's CUDA wheels")
 if not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("no CUDA device, and TRITON_INTERPRET is not 1", allow_module_level=True)
 
-from dsbd_cli.exchange_kernels import WORDS_OF_A_PROGRAM, sum_of_both
+from dsbd_cli.exchange_kernels import WORDS_OF_A_PROGRAM, Rows, normed_sum_of_both, sum_of_both
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 ROOM = 4 * WORDS_OF_A_PROGRAM
@@ -71,3 +71,104 @@ def test_triton_counts_that_wrap_around_stay_in_their_two_rooms(before: int) -> 
     assert torch.equal(sum_of_both(own, here, there, counts, tries=3), 4 * own)
     assert torch.equal(there[count % 2, :8], sent(own, count))
     assert counts[0] == count
+
+
+PLACES, FEW, MANY = 6, 6 * 40, 6 * 48
+
+
+def rows() -> Rows:
+    """Room for 6 rows."""
+    few, many, done = (
+        torch.zeros((2, 2, width), dtype=dtype, device=DEVICE)
+        for width, dtype in ((FEW, torch.int64), (MANY, torch.int32), (PLACES, torch.int32))
+    )
+    return Rows(*few, *many, *done, torch.zeros(PLACES, dtype=torch.int32, device=DEVICE))
+
+
+def arrived(room: Rows, x: torch.Tensor, many: bool) -> None:
+    """Write what the other process writes for its next sum, x [N, width]."""
+    words = x.shape[1] * x.element_size() // 4
+    for row, own in enumerate(x):
+        count = int(room.counts[row]) + 1
+        at = slice(row * words, (row + 1) * words)
+        if many:
+            room.many_here[count % 2, at] = words_of(own)
+            room.done_here[count % 2, row] = count
+        else:
+            room.few_here[count % 2, at] = sent(own, count)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_triton_normed_sums_are_those_of_both_parts_whatever_their_sizes(dtype: torch.dtype) -> None:
+    room = rows()
+    generator = torch.Generator().manual_seed(1)
+    seen = [0] * PLACES
+    for count, width, many in (
+        (1, 8, False), (6, 40, True), (3, 40, False), (6, 36, True), (6, 36, False), (2, 12, True), (2, 12, True),
+        (6, 40, False), (1, 4, None),
+    ):  # fmt: skip
+        own, other = torch.randint(-100, 100, (2, count, width), generator=generator).to(DEVICE, dtype)
+        weight = torch.randint(1, 5, (width,), generator=generator).to(DEVICE, dtype)
+        arrived(room, other, bool(many))
+        total, normed = normed_sum_of_both(own, weight, 1e-5, room, tries=3, many=many)
+        want = (own.float() + other.float()).to(dtype)
+        assert torch.equal(total, want)
+        wide = want.float()
+        inverse = 1 / (wide.square().mean(1, keepdim=True) + 1e-5).sqrt()
+        # (The interpreter cuts what a card rounds to bfloat16, here and once more.)
+        close = {torch.float32: 1e-6, torch.float16: 2e-3, torch.bfloat16: 1.7e-2}[dtype]
+        torch.testing.assert_close(normed.float(), weight.float() * wide * inverse, rtol=close, atol=1e-6)
+        for row in range(count):
+            seen[row] += 1
+        assert room.counts.tolist() == seen
+        # What the other process finds.
+        words = width * own.element_size() // 4
+        for row in range(count):
+            at, place = slice(row * words, (row + 1) * words), seen[row] % 2
+            if many:
+                assert torch.equal(room.many_there[place, at], words_of(own[row]))
+                assert room.done_there[place, row] == seen[row]
+            else:
+                assert torch.equal(room.few_there[place, at], sent(own[row], seen[row]))
+
+
+@pytest.mark.parametrize("many", [False, True])
+def test_triton_normed_sums_do_not_take_older_words(many: bool) -> None:
+    room = rows()
+    own, weight = torch.ones((2, 8), device=DEVICE), torch.ones(8, device=DEVICE)
+    for _ in range(2):
+        arrived(room, own, many)
+        assert torch.equal(normed_sum_of_both(own, weight, 0.0, room, 3, many)[0], 2 * own)
+    for _ in range(2):  # what stands in both rooms is of sums that were
+        assert torch.equal(normed_sum_of_both(own, weight, 0.0, room, 3, many)[0], own)
+    # The other may be one sum ahead: its words of the next one stand in the other room.
+    arrived(room, own, many)
+    room.counts.add_(1)
+    arrived(room, 5 * own, many)
+    room.counts.sub_(1)
+    assert torch.equal(normed_sum_of_both(own, weight, 0.0, room, 3, many)[0], 2 * own)
+    assert torch.equal(normed_sum_of_both(own, weight, 0.0, room, 3, many)[0], 6 * own)
+
+
+@pytest.mark.parametrize("many", [False, True])
+@pytest.mark.parametrize("before", [2**31 - 1, -2])
+def test_triton_counts_of_rows_wrap_around(before: int, many: bool) -> None:
+    room = rows()
+    room.counts.add_(before)
+    own = torch.arange(16, dtype=torch.float32, device=DEVICE).view(2, 8)
+    count = (before + 1 + 2**31) % 2**32 - 2**31
+    words = torch.arange(16, device=DEVICE)
+    if many:
+        room.many_here[count % 2, words] = words_of(3 * own)
+        room.done_here[count % 2, :2] = count
+    else:
+        room.few_here[count % 2, words] = sent(3 * own, count)
+    assert torch.equal(normed_sum_of_both(own, torch.ones(8, device=DEVICE), 0.0, room, 3, many)[0], 4 * own)
+    assert room.counts[:2].tolist() == [count] * 2
+
+
+def test_rows_are_taken_where_there_is_room() -> None:
+    room = rows()
+    assert room.take(6, 48)
+    assert not room.take(7, 8)
+    assert not room.take(6, 49)

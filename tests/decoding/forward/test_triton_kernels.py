@@ -13,8 +13,10 @@ from dsbd_cli.decoding.forward import llama
 from dsbd_cli.decoding.forward.few import FewNodes
 from dsbd_cli.decoding.forward.kernels import DenseLinear
 from dsbd_cli.decoding.forward.llama import TorchLayer, TritonLayer
+from dsbd_cli.decoding.forward.split import SplitLayers
 from dsbd_cli.decoding.model.hf_model import HfTreeModel
 from dsbd_cli.decoding.tree.sequences import Node
+from dsbd_cli.group import ALONE, Group
 from tests.builders import VOCAB, rand
 
 pytest.importorskip("triton", reason="Triton comes with torch's CUDA wheels")
@@ -128,6 +130,45 @@ def test_layers_with_kernels_are_layers_without(tmp_path, kind):
         tree.forward([*below, *level])
         rows.append(torch.stack([tree.log_row(node) for node in [root, *level, *below]]))
     assert (rows[0] - rows[1]).abs().max() < 1e-4
+
+
+class Halves(Group):
+    """Two processes, the other of which has the same part: half of everything is this one's."""
+
+    def __init__(self) -> None:
+        super().__init__(0, 2)
+        self.normed = 0
+
+    def sum(self, x: torch.Tensor) -> torch.Tensor:
+        return x  # nothing is split
+
+    def normed_sum(self, x, weight, eps, rms):
+        self.normed += 1
+        return super().normed_sum(x, weight, eps, rms)
+
+
+def test_layers_whose_sums_are_normed_at_once_are_layers_one_by_one(tmp_path):
+    model = rand(tmp_path, "qwen2", num_key_value_heads=2, head_dim=16, initializer_range=0.3).to(DEVICE)
+    forward = llama.LlamaForward(model, DenseLinear, None)
+    group, kernels = Halves(), Kernels()
+    rows = []
+    for split in (False, True):
+        layers = [
+            TritonLayer(i, layer, DenseLinear, torch.float32, kernels, group if split else ALONE)
+            for i, layer in enumerate(model.model.layers)
+        ]
+        forward._layers, forward.reads_length = layers, True
+        forward._split = SplitLayers(layers, forward._norm, kernels.rms) if split else None
+        tree, root = HfTreeModel(model, vocab_size=VOCAB, graphs=False), Node(-1, None)
+        tree._use(forward)
+        tree._served = True
+        tree.prefill([5, 6, 7, 8], root)
+        level = [Node(token, root) for token in (9, 10, 11)]
+        below = [Node(12, level[1]), Node(13, level[1])]
+        tree.forward([*below, *level])
+        rows.append(torch.stack([tree.log_row(node) for node in [root, *level, *below]]))
+    assert (rows[0] - rows[1]).abs().max() < 1e-5
+    assert group.normed == 2 * 2 * len(model.model.layers)  # of the prompt and of the tree
 
 
 def test_a_forward_begins_with_embeddings_and_turns_of_tensors_of_any_stride():
