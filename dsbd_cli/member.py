@@ -95,7 +95,8 @@ class Member(Generation):
         self.stats.prefill_s, self._began = now - self._began, now
         samplers = SeededSampler(self.seed, 0), SeededSampler(self.seed, 1)
         if pipeline is not None:
-            self.seat = pipeline.seat(self.target, self._draft_of(pipeline), forests=bool(self.settings.stop))
+            forests = bool(self.settings.stop)
+            self.seat = Seat(pipeline, self.target, self._draft_of(pipeline), forests)
         self.run = start(
             self.settings,
             self.target,
