@@ -131,7 +131,7 @@ class Batch:
         self._joined: list[Member] = []  # let in, not begun
         self._prefilling: deque[tuple[list[Member], Iterator[None]]] = deque()  # let in together
         self._coming: list[tuple[int, Planned]] = []  # taken in this round
-        self._waiting: deque[tuple[int, Planned]] = deque()  # for memory
+        self._waiting: deque[Member] = deque()  # for memory
         self._told = False
         self._torn = self._closed = False
 
@@ -255,43 +255,37 @@ class Batch:
 
     def _admit(self) -> None:
         """Let those that come and those that wait in, as far as memory allows."""
-        self._waiting += self._coming
+        self._waiting += [Member(index, self.decoder, plan, _slots(plan)) for index, plan in self._coming]
         self._coming = []
-        while self._waiting and (member := self._admitted(*self._waiting[0])) is not None:
-            self._waiting.popleft()
-            self._joined.append(member)
+        while self._waiting and self._admitted(self._waiting[0]):
+            self._joined.append(self._waiting.popleft())
             self._iterations.hold(self._running())
 
-    def _admitted(self, index: int, plan: Planned) -> Member | None:
-        """A new member, or None: there is no room for it now."""
-        settings, decoder = plan.settings, self.decoder
-        size = _slots(plan)
+    def _admitted(self, member: Member) -> bool:
+        """Whether there is room for it now."""
+        decoder, drafts = self.decoder, member.plan.drafts
         if self._buffers.target is None:
             self._buffers.target = self._shared(decoder.target)
-        if plan.drafts and self._buffers.draft is None:
+        if drafts and self._buffers.draft is None:
             assert decoder.draft is not None
             decoder.draft.require_tree()
             self._buffers.draft = self._shared(decoder.draft)
-        member = Member(index, decoder, plan, size)
-        target = self._buffers.target.admit(plan.ids, member.trie.root, size, member.kind.top_n[0])
-        if target is None:
-            return None
-        member.target, member.draft = target, None
-        if plan.drafts and self._iterations.pays(member.kind, settings):
+        if not member.enter(self._buffers.target):
+            return False
+        if drafts and self._iterations.pays(member.kind, member.settings):
             self._gets_draft(member)
         if member.lacks_room:
-            target.leave()
-            return None
-        return member
+            member.target.leave()
+        return not member.lacks_room
 
     def _refused(self) -> Iterator[Answer]:
         """A prompt that has to wait though nobody is under way would wait for ever."""
         if not self._waiting:
             return
         if self._running() == 0:
-            index, plan = self._waiting.popleft()
-            yield Answer(index, None, UserError(
-                f"the prompt may need {_slots(plan)} tokens of keys and values, and memory has room for "
+            member = self._waiting.popleft()
+            yield Answer(member.index, None, UserError(
+                f"the prompt may need {member.size} tokens of keys and values, and memory has room for "
                 f"{self._room()}: give a smaller --width or --max-new-tokens"))  # fmt: skip
         elif not self._told:
             self._told = True
@@ -304,9 +298,9 @@ class Batch:
 
     def _shared(self, model: Any) -> SharedModel:
         on_gpu = model.device.type == "cuda"
-        size = _slots(self._waiting[0][1])
+        size = self._waiting[0].size
         if on_gpu:  # larger buffers have to be captured anew: leave room for the longest, and for longer ones
-            size = max(_slots(plan) for _, plan in self._waiting)
+            size = max(member.size for member in self._waiting)
             size = 1 << (size - 1).bit_length()
         shared = SharedModel(model, self.size * (_CAPTURED_ROWS if on_gpu else _ROWS), size)
         slots = self._slots

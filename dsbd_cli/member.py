@@ -17,6 +17,7 @@ from dsbd_cli.decoding import (
     Run,
     Seat,
     SeededSampler,
+    SharedModel,
     Turn,
     forest_is_free,
     loop_of,
@@ -50,7 +51,7 @@ class Sharing(Host, Protocol):
 
 
 class Member(Generation):
-    """A request under way.
+    """A request under way, or waiting for memory.
 
     Attributes:
         target, draft: the shared models as it sees them, once it is let in.
@@ -58,13 +59,14 @@ class Member(Generation):
         done: its result is there to be made.
         later: the draft reads the prompt when it is first asked, or never.
         size: slots that it may come to need. kind: with whom it may share iterations on a device.
-        lacks_room: there was none for a draft when one was to be asked.
+        lacks_room: there was none for a draft when one was to be asked, since it was let in.
         begun: there is a run of it.
     """
 
     target: RequestModel
     draft: RequestModel | None
     run: Run
+    _began: float
 
     def __init__(self, index: int, decoder: Sharing, plan: Planned, size: int) -> None:
         super().__init__(decoder, plan, None, None)
@@ -75,7 +77,15 @@ class Member(Generation):
         self.done = False
         self.seat: Seat | None = None
         self.later = False
+
+    def enter(self, shared: SharedModel) -> bool:
+        """Whether the target has room for it; the time of its prompt counts from now on."""
         self._began = time.perf_counter()
+        self.draft, self.lacks_room = None, False
+        target = shared.admit(self.ids, self.trie.root, self.size, self.kind.top_n[0])
+        if target is not None:
+            self.target = target
+        return target is not None
 
     def prepare(self, requests: Callable[[], int]) -> None:
         """Before the prompt is computed: how large forests are to be.
@@ -95,7 +105,8 @@ class Member(Generation):
         self.stats.prefill_s, self._began = now - self._began, now
         samplers = SeededSampler(self.seed, 0), SeededSampler(self.seed, 1)
         if pipeline is not None:
-            self.seat = pipeline.seat(self.target, self._draft_of(pipeline), forests=bool(self.settings.stop))
+            forests = bool(self.settings.stop)
+            self.seat = Seat(pipeline, self.target, self._draft_of(pipeline), forests)
         self.run = start(
             self.settings,
             self.target,

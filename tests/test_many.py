@@ -6,6 +6,7 @@ import dataclasses
 import inspect
 import json
 import random
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -20,6 +21,7 @@ from dsbd_cli.decoding.cache.buffers import KVBuffer
 from dsbd_cli.decoding.model.shared import SharedModel
 from dsbd_cli.errors import UserError
 from dsbd_cli.many import Batch, Load, in_order
+from dsbd_cli.member import Member
 from tests import builders
 
 WAYS: list[dict[str, Any]] = [
@@ -213,6 +215,34 @@ def test_what_memory_has_no_room_for_waits_and_what_it_never_has_is_refused(deco
             assert told(answer.result) == told(decoder.generate(prompt, own))
     assert len(lines) == 1
     assert "wait" in lines[0]
+
+
+def test_a_prompt_that_waits_for_memory_is_made_a_member_once_and_is_timed_from_when_it_is_let_in(
+    decoder: Decoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    began, enter = Member.__init__, Member.enter
+    made: list[int] = []
+    tries: list[int] = []
+
+    def counted(self: Member, index: int, *given: Any) -> None:
+        made.append(index)
+        began(self, index, *given)
+
+    def timed(self: Member, shared: SharedModel) -> bool:
+        tries.append(self.index)
+        before = time.perf_counter()
+        found = enter(self, shared)
+        assert before <= self._began
+        return found
+
+    monkeypatch.setattr(Member, "__init__", counted)
+    monkeypatch.setattr(Member, "enter", timed)
+    own = Settings(max_new_tokens=20, width=2, gamma=2, draft_width=2, seed=0)
+    with Batch(decoder, 4, slots=150) as batch:
+        answers = list(batch.answers((prompt, own) for prompt in "abcdef"))
+    assert all(answer.result is not None for answer in answers)
+    assert sorted(made) == sorted(set(tries)) == list(range(6))
+    assert len(tries) > 6
 
 
 def test_what_is_kept_of_prompts_that_ended_counts_as_free(decoder: Decoder) -> None:

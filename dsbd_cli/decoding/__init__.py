@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from dsbd_cli.decoding.device.engines import Engines as Engines
     from dsbd_cli.decoding.device.engines import quickest_law as quickest_law
     from dsbd_cli.decoding.device.pipeline import Pipeline as Pipeline
-    from dsbd_cli.decoding.device.pipeline import Seat as Seat
+    from dsbd_cli.decoding.device.seat import Seat as Seat
     from dsbd_cli.decoding.device.steps import Nodes as Nodes
     from dsbd_cli.decoding.device.steps import forward_many as forward_many
     from dsbd_cli.decoding.forward.attention import kernel_names as kernel_names
@@ -65,7 +65,8 @@ if TYPE_CHECKING:
 
 _ROOMS = {
     "device.engines": ("Choice", "Engines", "quickest_law"),
-    "device.pipeline": ("Pipeline", "Seat"),
+    "device.pipeline": ("Pipeline",),
+    "device.seat": ("Seat",),
     "device.steps": ("Nodes", "forward_many"),
     "forward.attention": ("kernel_names", "without_planning"),
     "forward.backends": ("why_not_fused",),

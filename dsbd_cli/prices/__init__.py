@@ -2,6 +2,7 @@
 
 from dsbd_cli.prices.forest import (
     Acceptance,
+    Promise,
     Shape,
     beams_of,
     best_forest,
@@ -16,6 +17,7 @@ __all__ = [
     "Acceptance",
     "Curve",
     "Prices",
+    "Promise",
     "Shape",
     "beams_of",
     "best_forest",

@@ -35,6 +35,13 @@ class Shape(NamedTuple):
     draft_width: int
 
 
+class Promise(NamedTuple):
+    """A forest, and what it promises: layers a millisecond, in times those of plain beams; 1 for none."""
+
+    shape: Shape
+    gain: float
+
+
 def draft_widths(most: int) -> tuple[int, ...]:
     """Widths that are looked at, `most` among them: 1, 2, 3, 4, 6, 8, 12, 16, ..."""
     found, step = [], 1
@@ -154,8 +161,7 @@ def best_forest(
     max_gamma: int,
     max_draft_width: int,
     widths: Sequence[int] | None = None,
-    worth: float = 1.0,
-) -> Shape:
+) -> Promise:
     """The forest of each request that makes most layers a millisecond; gamma 0 is plain beams, without a draft.
 
     Of equally good ones the smallest is taken.
@@ -167,12 +173,11 @@ def best_forest(
         beams: distinct beams of a request; None takes those of `acceptance`.
         max_gamma, max_draft_width: limits.
         widths: draft widths to choose from; None takes those of `acceptance`.
-        worth: what a forest must promise, in times plain beams.
     """
     best = Shape(0, 1)
-    most = worth * layers_per_ms(prices, acceptance, best, requests=requests, beams=beams)
+    most = plain = layers_per_ms(prices, acceptance, best, requests=requests, beams=beams)
     if prices.draft is None:
-        return best
+        return Promise(best, 1.0)
     live = acceptance.beams if beams is None else beams
     seen = acceptance if live == acceptance.beams else acceptance.for_beams(live)
     host = _DRAFTED * prices.layer_ms * requests
@@ -192,7 +197,7 @@ def best_forest(
             found = requests * layers / (ms + first + (gamma - 1) * further)
             if found > most * (1 + 1e-12):
                 best, most = Shape(gamma, width), found
-    return best
+    return Promise(best, most / plain)
 
 
 def best_iteration(

@@ -24,6 +24,7 @@ from dsbd_cli.decoding import (
     Engines,
     HfTreeModel,
     Layer,
+    Seat,
     SeededSampler,
     SharedModel,
     Trie,
@@ -227,7 +228,7 @@ def _sample(
     for place, trie in enumerate(tries):
         mine = [requests[place] for requests in admitted]
         theirs = mine[1] if gamma else None
-        seat = pipeline.seat(mine[0], theirs, forests=False)
+        seat = Seat(pipeline, mine[0], theirs, forests=False)
         samplers = SeededSampler(place, 0), SeededSampler(place, 1)
         loops.append(loop_of(start(settings, mine[0], theirs, trie, *samplers, seat), settings))  # type: ignore[arg-type]
     layers: list[int] = []

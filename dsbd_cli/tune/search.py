@@ -152,7 +152,7 @@ def predict(settings: Settings, prices: Prices, seen: Seen) -> float:
     if drafting(settings):
         shape = Shape(min(settings.gamma, len(known.passes)), settings.draft_width)
         if settings.forest == "adaptive":
-            shape = best_forest(prices, known, max_gamma=shape.gamma, max_draft_width=shape.draft_width)
+            shape = best_forest(prices, known, max_gamma=shape.gamma, max_draft_width=shape.draft_width).shape
     rate = layers_per_ms(prices, known, shape)
     return 1e3 * seen.tokens / (seen.prefill_ms + seen.tokens / rate)
 

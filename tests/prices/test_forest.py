@@ -18,7 +18,7 @@ def shape(prices: Prices, requests: int, most: Shape = Shape(4, 8), beams: float
     known = Acceptance.assumed(beams, most.gamma, most.draft_width)
     return best_forest(
         prices, known, requests=requests, max_gamma=most.gamma, max_draft_width=most.draft_width
-    )
+    ).shape
 
 
 def nodes(one: Shape) -> int:
@@ -60,7 +60,7 @@ def test_nothing_is_drafted_where_nodes_or_the_draft_are_dear() -> None:
 
 def test_nothing_is_drafted_for_a_draft_that_is_never_right() -> None:
     never = Acceptance((1, 8), ((0.0, 0.0),) * 4, (1.0, 8.0), BEAMS)
-    assert best_forest(CARD, never, max_gamma=4, max_draft_width=8) == Shape(0, 1)
+    assert best_forest(CARD, never, max_gamma=4, max_draft_width=8) == (Shape(0, 1), 1.0)
 
 
 def test_depth_and_width_follow_what_passes() -> None:
@@ -69,17 +69,29 @@ def test_depth_and_width_follow_what_passes() -> None:
     narrow = Acceptance(widths, ((0.9, 0.9),) * 4, held, BEAMS)
     wide = Acceptance(widths, ((0.1, 0.9),) * 4, held, BEAMS)
     shallow = Acceptance(widths, ((0.9, 0.9), (0.0, 0.0), (0.9, 0.9), (0.9, 0.9)), held, BEAMS)
-    found = [best_forest(free, one, max_gamma=4, max_draft_width=8) for one in (narrow, wide, shallow)]
+    found = [best_forest(free, one, max_gamma=4, max_draft_width=8).shape for one in (narrow, wide, shallow)]
     assert found == [Shape(4, 1), Shape(4, 8), Shape(1, 1)]
 
 
 def test_limits_are_kept() -> None:
     known = Acceptance.assumed(BEAMS, 8, 32)
     for gamma, width in [(0, 8), (1, 8), (3, 2), (8, 1), (20, 64)]:
-        found = best_forest(CARD, known, max_gamma=gamma, max_draft_width=width)
+        found = best_forest(CARD, known, max_gamma=gamma, max_draft_width=width).shape
         assert found.gamma <= gamma
         assert found.draft_width <= width
-    assert best_forest(CARD, known, max_gamma=8, max_draft_width=32, widths=[5]).draft_width in (1, 5)
+    assert best_forest(CARD, known, max_gamma=8, max_draft_width=32, widths=[5]).shape.draft_width in (1, 5)
+
+
+@pytest.mark.parametrize("requests", [1, 5])
+@pytest.mark.parametrize("beams", [None, 3.0])
+def test_what_the_best_promises_is_its_rate_beside_that_of_plain_beams(
+    requests: int, beams: float | None
+) -> None:
+    known, prices = Acceptance.assumed(BEAMS, 4, 8), Prices(CARD.target, CARD.draft, 0.2)
+    best, gain = best_forest(prices, known, requests=requests, beams=beams, max_gamma=4, max_draft_width=8)
+    assert best.gamma
+    rates = [layers_per_ms(prices, known, one, requests=requests, beams=beams) for one in (best, Shape(0, 1))]
+    assert gain == pytest.approx(rates[0] / rates[1], rel=1e-12)
 
 
 def test_expected_layers_are_a_sum_of_products() -> None:

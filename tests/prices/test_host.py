@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from dsbd_cli.decoder import Decoder
+from dsbd_cli.decoding.device.cover_host import CoverHost
 from dsbd_cli.decoding.device.iteration import CoverIteration
-from dsbd_cli.decoding.device.pipeline import Pipeline
 from dsbd_cli.decoding.forward import capture
 from dsbd_cli.decoding.tree.sequences import Hypotheses
 from dsbd_cli.many import Batch
@@ -82,9 +82,9 @@ def test_the_hosts_own_code_is_timed_and_no_step_of_the_device(monkeypatch: pyte
         monkeypatch.setattr(place, name, spends)
 
     costs(CoverIteration, "_steps", lambda *_: 100.0)
-    costs(Pipeline, "_commit", lambda *_: 2e-3)
+    costs(CoverHost, "committed", lambda *_: 2e-3)
     costs(Hypotheses, "commit", lambda *_: 1e-3)
-    costs(Pipeline, "_numbers", lambda _, __, layers: 1e-5 * sum(len(one.draws) for one in layers))
+    costs(CoverHost, "_numbers", lambda _, __, layers: 1e-5 * sum(len(one.draws) for one in layers))
     monkeypatch.setattr(capture.time, "perf_counter", lambda: now[0])
     found = host.measure(rounds=4, clock=lambda: now[0])
     assert found.ms == pytest.approx((2.0, 0.0, 1.0, 0.01), rel=0.02, abs=0.02)

@@ -15,16 +15,18 @@ from typing import Any, TypeVar
 
 import torch
 
+from dsbd_cli.decoding.device.cover_host import CoverHost
 from dsbd_cli.decoding.device.draft_iteration import DraftIteration
 from dsbd_cli.decoding.device.iteration import CoverIteration
 from dsbd_cli.decoding.device.law import DeviceLaw
 from dsbd_cli.decoding.device.law_torch import TorchLaw
 from dsbd_cli.decoding.device.layout import CoverLayout
-from dsbd_cli.decoding.device.pipeline import Pipeline, Seat
+from dsbd_cli.decoding.device.pipeline import Pipeline
 from dsbd_cli.decoding.device.proposer import CapturedProposer
+from dsbd_cli.decoding.device.seat import Seat
+from dsbd_cli.decoding.device.tree_host import TreeHost
 from dsbd_cli.decoding.device.tree_iteration import TreeIteration
 from dsbd_cli.decoding.device.tree_layout import TreeLayout, tree_nodes
-from dsbd_cli.decoding.device.tree_pipeline import TreePipeline
 from dsbd_cli.decoding.forward.backends import on_current_device
 from dsbd_cli.decoding.forward.outcomes import CannotCapture, OutOfMemory
 from dsbd_cli.decoding.law.beam_search import candidates_kept
@@ -103,7 +105,7 @@ class Engines:
         draft = draft if demand.gamma else None
         engine, why_no_engine = self._pipeline(target, draft, demand, eos)
         if isinstance(engine, Pipeline):
-            return Choice(engine=engine.seat(target, draft), law=why_no_engine)
+            return Choice(engine=Seat(engine, target, draft), law=why_no_engine)
         proposer, why_no_proposer = self._proposer(target, draft, demand, eos, trie, draft_sampler)
         return Choice(None, proposer, "", why_no_engine, why_no_proposer)
 
@@ -138,8 +140,8 @@ class Engines:
         iteration = self._kept(("pipelined", ours, theirs, *sizes, greedy, support, eos, distinct), make)
         if reason := self._prepared(iteration, key):
             return None, reason
-        stopped = self._stopped(key)
-        return Pipeline(iteration, target.clock, stopped), type(iteration.law).__name__
+        pipeline = Pipeline(iteration, CoverHost(layout), target.clock, self._stopped(key))
+        return pipeline, type(iteration.law).__name__
 
     def _tree_pipeline(
         self, target: HfTreeModel, draft: HfTreeModel | None, demand: Demand, eos: tuple[int, ...]
@@ -162,7 +164,7 @@ class Engines:
         if reason := self._prepared(iteration, key):
             return None, reason
         name = f"{type(law).__name__}, token trees by tensor operations"
-        return TreePipeline(iteration, target.clock, self._stopped(key)), name
+        return Pipeline(iteration, TreeHost(layout), target.clock, self._stopped(key)), name
 
     def together(
         self, target: SharedModel, draft: SharedModel | None, demand: Demand, eos: tuple[int, ...],
@@ -200,7 +202,9 @@ class Engines:
         iteration = CoverIteration(
             ours, theirs, law, layout, greedy, support, eos, target.model.device, clock, demand.distinct
         )
-        return None if self._prepared(iteration, key) else Pipeline(iteration, clock, self._stopped(key))
+        if self._prepared(iteration, key):
+            return None
+        return Pipeline(iteration, CoverHost(layout), clock, self._stopped(key))
 
     def _proposer(
         self, target: HfTreeModel, draft: HfTreeModel | None, demand: Demand, eos: tuple[int, ...], trie: Trie,

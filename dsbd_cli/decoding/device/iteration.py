@@ -22,9 +22,7 @@ from dsbd_cli.decoding.device.law import DeviceLaw
 from dsbd_cli.decoding.device.layout import CoverLayout, Field, Sizes
 from dsbd_cli.decoding.device.steps import Nodes, forward_many
 from dsbd_cli.decoding.forward.capture import Captures, InFlight, OverlapClock, slots_to_see
-from dsbd_cli.decoding.law.distribution import Support
 from dsbd_cli.decoding.model.protocol import Side
-from dsbd_cli.decoding.tree.sequences import DraftLayer, Node, Trie
 
 
 class Space(NamedTuple):
@@ -442,38 +440,3 @@ class CoverIteration(AheadIteration):
             nodes = Nodes(ids, where, slots.flatten(), mask)
             best = law.pack(draft, forward_many(draft, nodes, begin, used, sees))
             base = rows
-
-
-# What came back becomes nodes.
-
-
-def layer_of(
-    trie: Trie, places: list[int], parents: list[Node], drafted: DraftedLayer
-) -> tuple[DraftLayer, list[Node | None]]:
-    """A layer as the methods see it, and per draw the node that became a parent, or None.
-
-    Args:
-        places: which of the device's parents `parents` are.
-    """
-    parent, token, logp, prob = drafted.parent, drafted.token, drafted.logp, drafted.prob
-    if places[-1] != len(places) - 1:  # some draws are no parents: those that are have other numbers
-        number = np.full(places[-1] + 1, -1)
-        number[places] = np.arange(len(places))
-        # Entries of no mass may have no parent; they are not looked at.
-        parent = number[np.minimum(parent, places[-1])]
-    child, draws = trie.child, drafted.draws
-    nodes = [child(parents[p], t) for p, t in zip(parent[draws].tolist(), token[draws].tolist(), strict=True)]
-    inside = prob > 0
-    if not inside.all():
-        parent, token, logp, prob = parent[inside], token[inside], logp[inside], prob[inside]
-    return DraftLayer(parents, Support(parent, token, logp, prob), nodes), living(nodes)
-
-
-def living(nodes: list[Node]) -> list[Node | None]:
-    """Draws with None for those below which nothing grows: finished ones, and the later of equal ones."""
-    seen: set[Node] = set()
-    new: list[Node | None] = []
-    for node in nodes:
-        new.append(None if node in seen or node.finish is not None else node)
-        seen.add(node)
-    return new

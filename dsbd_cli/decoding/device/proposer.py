@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
+from dsbd_cli.decoding.device.cover_host import layer_of
 from dsbd_cli.decoding.device.draft_iteration import Answer, DraftIteration, DraftRequest, Launched
-from dsbd_cli.decoding.device.iteration import layer_of
 from dsbd_cli.decoding.forward.outcomes import CannotCapture, OutOfMemory, TooLarge
 from dsbd_cli.decoding.law.distribution import SeededSampler
 from dsbd_cli.decoding.model.hf_model import HfTreeModel

@@ -21,7 +21,7 @@ from dsbd_cli.decoding.model.protocol import TreeModel
 from dsbd_cli.decoding.tree.events import Layer
 from dsbd_cli.decoding.tree.sequences import DraftLayer, Forest, Node, Trie, common_ancestor
 from dsbd_cli.errors import RunError
-from dsbd_cli.prices import Acceptance, Curve, Prices, best_forest, layers_per_ms
+from dsbd_cli.prices import Acceptance, Curve, Prices, best_forest
 
 # How often the next token is one that followed the same last tokens before, by how many agree. Counted on answers of
 # the default pair to SQuAD, Spider and MT-Bench prompts, rounded.
@@ -317,8 +317,7 @@ def without_draft(prices: Prices) -> Prices:
 def assumed_gain(prices: Prices, beams: float) -> float:
     """What such forests are believed to gain before anything was tried: layers a millisecond, in times plain beams."""
     known, priced = Acceptance.assumed(beams, _DEEP, _WIDEST, belief=_BELIEF), without_draft(prices)
-    shape = best_forest(priced, known, max_gamma=_DEEP, max_draft_width=_WIDEST)
-    return layers_per_ms(priced, known, shape) / layers_per_ms(priced, known, shape._replace(gamma=0))
+    return best_forest(priced, known, max_gamma=_DEEP, max_draft_width=_WIDEST).gain
 
 
 def _above(node: Node) -> Node:

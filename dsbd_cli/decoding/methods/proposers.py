@@ -23,7 +23,7 @@ from dsbd_cli.decoding.methods.best_first import most_probable_nodes
 from dsbd_cli.decoding.model.protocol import Compute, TreeModel
 from dsbd_cli.decoding.tree.events import Layer
 from dsbd_cli.decoding.tree.sequences import DraftLayer, Forest, Node, Trie, draft_room
-from dsbd_cli.prices import Acceptance, Prices, Shape, best_forest, layers_per_ms
+from dsbd_cli.prices import Acceptance, Prices, Promise, Shape, best_forest, layers_per_ms
 
 # Weight of the newest observation: the last five or so decide.
 _RATE = 0.2
@@ -212,10 +212,10 @@ class ForestShape:
         self._always = Acceptance(
             self._widths, ((1.0,) * len(self._widths),) * len(self._passes), acceptance.nodes
         )
-        self._hopeless = self._best(self._always, len(self._passes), self._needed()).gamma == 0
+        self._hopeless = self._best(self._always, len(self._passes)).gain <= self._needed()
         self._limit = self._widths[-1]  # W_S of the forest under way
-        # By limit and requests: what is best, and its promise in times plain beams; until something is learned.
-        self._known: dict[tuple[int, int], tuple[Shape, float]] = {}
+        # By limit and requests: what is best; until something is learned.
+        self._known: dict[tuple[int, int], Promise] = {}
 
     def begins(self, most: int) -> bool:
         """Whether the first forest, at most `most` layers deep, is worth that the draft reads the prompt.
@@ -239,7 +239,7 @@ class ForestShape:
             if (
                 self._resting > self._rest
                 and self._affordable()
-                and self._best(self._always, most, self._needed()).gamma
+                and self._best(self._always, most).gain > self._needed()
             ):
                 self._resting, self._rest, self._unread = 0, min(2 * self._rest, _LONGEST_REST), 0.0
                 known, tries = self._acceptance(), [Shape(1, width) for width in self._choice]
@@ -313,17 +313,13 @@ class ForestShape:
         """What is believed to be best, if it promises enough."""
         key = most, self.requests
         if (found := self._known.get(key)) is None:
-            known = self._acceptance()
-            shape = self._best(known, most, worth=1.0)
-            promise = self._worth(known, shape) / self._worth(known, Shape(0, 1))
-            found = self._known[key] = shape, promise
-        shape, promise = found
-        return shape if promise > self._needed() else Shape(0, 1)
+            found = self._known[key] = self._best(self._acceptance(), most)
+        return found.shape if found.gain > self._needed() else Shape(0, 1)
 
-    def _best(self, known: Acceptance, most: int, worth: float) -> Shape:
+    def _best(self, known: Acceptance, most: int) -> Promise:
         return best_forest(
             self._prices, known, requests=self.requests, beams=self._beams, max_gamma=most,
-            max_draft_width=self._widths[-1], widths=self._choice, worth=worth,
+            max_draft_width=self._widths[-1], widths=self._choice,
         )  # fmt: skip
 
 

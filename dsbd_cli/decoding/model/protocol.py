@@ -1,7 +1,7 @@
 """What the methods need of a model, and of an engine that runs whole iterations on a device.
 
 A model gives the conditionals of nodes of one tree; `hf_model` serves it with real weights, tests with a
-table of exactly known distributions. An engine is `device.pipeline.Pipeline`.
+table of exactly known distributions. An engine is `device.seat.Seat`.
 """
 
 from __future__ import annotations
@@ -136,13 +136,11 @@ Commit = Callable[[list[Node], "list[bool] | None"], bool]
 
 
 class Engine(Protocol):
-    """A request's seat in what runs whole iterations on a device, verification included (docs/design.md section 3).
+    """A request's seat in what runs whole iterations on a device, verification included (docs/design.md section 3)."""
 
-    Attributes:
-        forest: what the last iteration drafted for this request, as events show it.
-    """
-
-    forest: Forest
+    @property
+    def forest(self) -> Forest:
+        """What the last iteration drafted for this request, as events show it."""
 
     def begin(self, request: Request, commit: Commit) -> bool:
         """Take the seat, from the request's active set on, unless it is taken already.

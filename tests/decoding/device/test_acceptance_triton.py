@@ -19,7 +19,7 @@ from dsbd_cli.decoding.cache.logits import finite_logits, log_probabilities, pac
 from dsbd_cli.decoding.device.law import DeviceLaw
 from dsbd_cli.decoding.device.law_torch import TorchLaw
 from dsbd_cli.decoding.device.layout import CoverLayout, Field
-from tests.decoding.device.test_law import EOS, words
+from tests.decoding.device.law_cases import EOS, words
 
 pytest.importorskip("triton", reason="Triton comes with torch's CUDA wheels")
 if not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":

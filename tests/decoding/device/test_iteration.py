@@ -1,4 +1,4 @@
-"""Many requests in one iteration are so many iterations of one, and nodes are made of what comes back."""
+"""Many requests in one iteration are so many iterations of one."""
 
 from __future__ import annotations
 
@@ -11,16 +11,13 @@ import torch
 from dsbd_cli.decoding.device.engines import _laws
 from dsbd_cli.decoding.device.iteration import (
     CoverIteration,
-    DraftedLayer,
     Rules,
     Sent,
     Space,
-    layer_of,
-    living,
 )
 from dsbd_cli.decoding.device.layout import CoverLayout
 from dsbd_cli.decoding.forward.capture import OverlapClock
-from dsbd_cli.decoding.tree.sequences import Node, Trie
+from dsbd_cli.decoding.tree.sequences import Trie
 from tests.decoding.device.helpers import EOS, PROMPT, interpreted, reserved, trees
 
 WIDTH, DRAFT_WIDTH, GAMMA = 3, 4, 2
@@ -93,28 +90,6 @@ def test_two_requests_in_one_iteration_are_two_iterations_of_one(pair, law, draf
                 assert np.allclose(mine.logp, theirs.logp, atol=1e-5)
     assert layers > 2 * rounds if drafted else layers == 2 * rounds
     assert not any(reserved(model) for model in models)
-
-
-def test_draws_below_which_nothing_grows():
-    root = Node(-1, None)
-    first, second, third = (Node(token, root) for token in (1, 2, 3))
-    second.finish = "eos"
-    assert living([first, second, first, third]) == [first, None, None, third]
-
-
-def test_a_layer_below_some_of_the_places():
-    """Entries point at places of the device; the layer at the parents there are."""
-    trie = Trie(lambda node: None, (), 9)
-    parents = [trie.child(trie.root, token) for token in (5, 6)]
-    drafted = DraftedLayer(
-        parent=np.array([0, 2, 2, 3]), token=np.array([9, 7, 8, 1]), logp=np.array([-1.0, -2.0, -3.0, -9.0]),
-        prob=np.array([0.5, 0.3, 0.2, 0.0]), draws=np.array([2, 0]), finite=np.ones(4, dtype=bool),
-    )  # fmt: skip
-    layer, nodes = layer_of(trie, [0, 2], parents, drafted)
-    assert layer.support.parent.tolist() == [0, 1, 1]
-    assert layer.support.token.tolist() == [9, 7, 8]
-    assert [node.tokens() for node in layer.draws] == [[6, 8], [5, 9]]
-    assert nodes == layer.draws
 
 
 def test_triton_is_taken_when_its_interpreter_is_asked_for():

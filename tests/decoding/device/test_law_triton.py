@@ -14,7 +14,7 @@ if not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("no CUDA device, and TRITON_INTERPRET is not 1", allow_module_level=True)
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-# Kernels are checked case by case in test_law.py; interpreted, a short run has to do.
+# Kernels are checked case by case in test_law_*.py; interpreted, a short run has to do.
 SEEDS, BUDGET = (2, 12) if DEVICE == "cuda" else (1, 6)
 SIZES = {} if DEVICE == "cuda" else {"width": 3, "draft_width": 4, "gamma": 2}
 WAYS = ["cover", "beam", "multinomial", "paper"]

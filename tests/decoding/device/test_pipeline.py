@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from dsbd_cli.decoding.device.iteration import CoverIteration
-from dsbd_cli.decoding.device.pipeline import Uniforms
+from dsbd_cli.decoding.device.lanes import Uniforms
 from dsbd_cli.decoding.forward.capture import Captures
 from dsbd_cli.decoding.forward.outcomes import CannotCapture, OutOfMemory
 from dsbd_cli.decoding.law.distribution import SeededSampler
@@ -228,9 +228,9 @@ def test_a_steady_iteration_crosses_few_modules(pair, monkeypatch, way):
     steady = counts[2:-1]
     assert len(steady) > 6
     usual = min(steady, key=len)
-    assert len(usual) <= 8, usual
+    assert len(usual) <= 11, usual
     # Now and then uniforms are taken from the sampler, or a bucket of slots is new.
-    assert sum(len(one) > 8 for one in steady) <= len(steady) // 4, steady
+    assert sum(len(one) > 11 for one in steady) <= len(steady) // 4, steady
 
 
 def test_nobody_in_a_seat_is_served_nothing(pair):

@@ -16,7 +16,7 @@ from dsbd_cli.decoding.methods.setup import start
 from dsbd_cli.decoding.tree.events import Iteration, Layer
 from dsbd_cli.decoding.tree.sequences import Forest, Node, Trie
 from dsbd_cli.errors import RunError
-from dsbd_cli.prices import Acceptance, Curve, Prices, best_forest, distinct_beams, layers_per_ms
+from dsbd_cli.prices import Acceptance, Curve, Prices, best_forest, distinct_beams
 from tests.decoding.enumerating import total_variation
 from tests.decoding.harness import Toy, path_of, settings_for
 from tests.decoding.reference import T
@@ -402,8 +402,7 @@ _ASKED = Prices(Curve((1, 16), (300.0, 310.0)), Curve((1, 16), (5.0, 5.5)))
 def test_a_draft_is_asked_where_it_promises_more(prices, asked):
     beams = distinct_beams(4)
     known = Acceptance.assumed(beams, 6, 8, pruned=True)
-    shape = best_forest(prices, known, max_gamma=6, max_draft_width=8)
-    promise = layers_per_ms(prices, known, shape) / layers_per_ms(prices, known, shape._replace(gamma=0))
+    promise = best_forest(prices, known, max_gamma=6, max_draft_width=8).gain
     assert (promise > 1.1 * assumed_gain(prices, beams)) == asked
     case = toy("good", T(0.7, 3, 0.8), prices, max_new_tokens=24, width=4, draft_width=8, gamma=6)
     case.seeded(0)

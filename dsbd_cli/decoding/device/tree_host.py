@@ -1,17 +1,13 @@
-"""Pipelined iterations over token trees: the host's side of `TreeIteration`.
-
-Launching ahead, waiting and dropping are those of `Pipeline`; what is sent and what comes back are a tree's.
-"""
+"""The host's side of `TreeIteration`: what is sent of a request, and nodes of what came back."""
 
 from __future__ import annotations
-
-from typing import Any
 
 import numpy as np
 
 from dsbd_cli.decoding.device.iteration import Space
-from dsbd_cli.decoding.device.pipeline import Committed, Lane, Part, Pipeline, Uniforms
-from dsbd_cli.decoding.device.tree_iteration import TreeIteration, TreeOutcome, TreeSent
+from dsbd_cli.decoding.device.lanes import Committed, Lane, Part, Uniforms
+from dsbd_cli.decoding.device.tree_iteration import TreeOutcome, TreeSent
+from dsbd_cli.decoding.device.tree_layout import TreeLayout
 from dsbd_cli.decoding.law.distribution import SeededSampler, Support
 from dsbd_cli.decoding.tree.request import Request
 from dsbd_cli.decoding.tree.sequences import DraftLayer, Forest, Node
@@ -20,19 +16,22 @@ from dsbd_cli.decoding.tree.sequences import DraftLayer, Forest, Node
 _COLDEST = 1e-306
 
 
-class TreePipeline(Pipeline):
-    """Runs iterations of one request on the device, one ahead of the host."""
+class TreeHost:
+    """Sends one request to iterations over token trees, and commits what these decided (`lanes.Host`)."""
 
-    _iteration: TreeIteration
+    def __init__(self, layout: TreeLayout) -> None:
+        self._layout = layout
 
-    def _streams(self, request: Request) -> tuple[Uniforms, Uniforms | None]:
+    def streams(self, request: Request) -> tuple[Uniforms, Uniforms | None]:
+        """See `lanes.Host`."""
         # How many numbers an iteration takes depends on what it draws: they are counted one by one.
         assert isinstance(request.sampler, SeededSampler)
         assert isinstance(request.draft_sampler, SeededSampler)
         return Uniforms(request.sampler, 1), Uniforms(request.draft_sampler, 1)
 
-    def _sent(self, lane: Lane, space: Space) -> TreeSent:
-        shape, processor = self._iteration.layout.shape, lane.request.processor
+    def sent(self, lane: Lane, space: Space, flying: int) -> TreeSent:
+        """See `lanes.Host`; the device knows itself what the iterations in flight take."""
+        shape, processor = self._layout.shape, lane.request.processor
         assert lane.drafting is not None
         return TreeSent(
             space=space,
@@ -46,15 +45,15 @@ class TreePipeline(Pipeline):
             state=lane.state,
         )
 
-    def _commit(self, part: Part, outcome: Any) -> Committed:
+    def committed(self, part: Part, outcome: TreeOutcome) -> Committed:
+        """See `lanes.Host`."""
         lane, (beam,) = part.lane, part.beams
-        assert isinstance(outcome, TreeOutcome)
         assert lane.drafting is not None
         assert beam is not None
-        shape, uniforms, trie = self._iteration.layout.shape, lane.uniforms, lane.request.trie
+        shape, uniforms, trie = self._layout.shape, lane.uniforms, lane.request.trie
         lane.drafting.use(outcome.draft_used - lane.drafting.taken)
         drawn = self._drawn(lane, beam, outcome)
-        forest = self._forest(lane, beam, outcome, drawn) if lane.seat.forests else Forest(computed=True)
+        forest = self._forest(lane, beam, outcome, drawn) if lane.forests else Forest(computed=True)
         node, place, computed = beam, 0, {beam: 0}
         while True:
             row = outcome.best[place]
@@ -84,7 +83,7 @@ class TreePipeline(Pipeline):
 
     def _drawn(self, lane: Lane, beam: Node, outcome: TreeOutcome) -> list[int]:
         """Places with children, as the device knows them: it drew below stop strings too."""
-        shape, request = self._iteration.layout.shape, lane.request
+        shape, request = self._layout.shape, lane.request
         room, eos = request.trie.budget - beam.depth, request.trie.eos_ids
         found, places, tokens = [], [0], outcome.tokens
         for place in places:
@@ -104,7 +103,7 @@ class TreePipeline(Pipeline):
         Raises:
             RunError: the draft's logits of one of the nodes are not finite.
         """
-        layout, trie = self._iteration.layout, lane.request.trie
+        layout, trie = self._layout, lane.request.trie
         shape, size = layout.shape, layout.draft_support
         ids = outcome.draft_best[:, layout.draft_top_n : layout.draft_top_n + size].view(np.int32)
         logps = np.take_along_axis(outcome.draft_best[:, :size], np.argsort(ids, 1), 1).astype(np.float64)
