@@ -110,12 +110,12 @@ class LlamaForward:
             assert mask is not None
             return few(rows, cache, cos, sin, mask, kept, self._break)
         if self._split is not None:
-            normed = self._split(x, cache, cos, sin, mask, self._break)
-            return self._head(normed if kept is None else normed[kept])
+            return self._head(self._split(x, cache, cos, sin, mask, kept, self._break))
+        last = len(self._layers) - 1
         for done, layer in enumerate(self._layers):
             self._break(done)
-            x = layer(x, cache, cos, sin, mask)
-        return self._head(self._norm(x if kept is None else x[kept]))
+            x = layer(x, cache, cos, sin, mask, kept if done == last else None)
+        return self._head(self._norm(x))
 
     def _begun(
         self, cache: KVBuffer, ids: Tensor, positions: Tensor, norm: Tensor | None
@@ -136,6 +136,11 @@ class LlamaForward:
         """Where a capture may be broken: before the layer of that number."""
         if self.between is not None and done % _BREAK_EVERY == _FIRST_BREAK and done < len(self._layers) - 2:
             self.between()
+
+
+def kept_of(keep: Tensor | None, seen: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+    """Both, or the rows of both that `keep` (int64 [K]) names."""
+    return (seen, x) if keep is None else (seen[keep], x[keep])
 
 
 class Norm:
@@ -238,8 +243,16 @@ class _Layer:
 class TorchLayer(_Layer):
     """Tensor operations only: any device, any dtype."""
 
-    def __call__(self, x: Tensor, cache: KVBuffer, cos: Tensor, sin: Tensor, mask: Tensor | None) -> Tensor:
-        """One layer.
+    def __call__(
+        self,
+        x: Tensor,
+        cache: KVBuffer,
+        cos: Tensor,
+        sin: Tensor,
+        mask: Tensor | None,
+        keep: Tensor | None = None,
+    ) -> Tensor:
+        """One layer: [N, hidden], or the rows that `keep` names.
 
         Args:
             x: [N, hidden].
@@ -247,6 +260,7 @@ class TorchLayer(_Layer):
             cos, sin: [N, size], of the nodes' positions.
             mask: additive; [1, 1, N x shared, columns] (rows in the order node, head of a group) or
                 [1, 1, N, columns]; None for prompts (`_over_prompts`).
+            keep: int64 [K], the nodes that go on behind attention; None: all.
         """
         count = len(x)
         qkv = self.qkv(self.before(x)).view(count, self.heads + 2 * self.groups, self.size)
@@ -273,7 +287,7 @@ class TorchLayer(_Layer):
                 seen = seen.view(self.groups, count, self.shared, self.size).transpose(0, 1)
             else:
                 seen = seen.transpose(0, 1)
-        x = self.out(seen.reshape(count, self.heads * self.size), x)
+        x = self.out(*kept_of(keep, seen.reshape(count, self.heads * self.size), x))
         gate, up = self.gate_up(self.after(x)).chunk(2, -1)
         return self.down(F.silu(gate).mul_(up), x)
 
@@ -317,10 +331,18 @@ class NativeLayer(_KernelLayer):
         query = query.view(-1, self.shared, self.groups, self.size)
         return query.permute(2, 1, 0, 3).reshape(1, self.heads, -1, self.size)
 
-    def __call__(self, x: Tensor, cache: KVBuffer, cos: Tensor, sin: Tensor, mask: Tensor | None) -> Tensor:
+    def __call__(
+        self,
+        x: Tensor,
+        cache: KVBuffer,
+        cos: Tensor,
+        sin: Tensor,
+        mask: Tensor | None,
+        keep: Tensor | None = None,
+    ) -> Tensor:
         kernels = self.kernels
         turned = self._turned(kernels.rms(x, self.before.weight, self.before.eps), cache, cos, sin)
-        x = self.out(self._attend(*turned, mask, cache), x)
+        x = self.out(*kept_of(keep, self._attend(*turned, mask, cache), x))
         return self.down(kernels.silu(self.gate_up(kernels.rms(x, self.after.weight, self.after.eps))), x)
 
     def _attend(
@@ -343,9 +365,18 @@ class NativeLayer(_KernelLayer):
 class TritonLayer(_KernelLayer):
     """CUDA: kernels and tree attention from `triton_kernels`; prompts by torch's flash attention."""
 
-    def __call__(self, x: Tensor, cache: KVBuffer, cos: Tensor, sin: Tensor, mask: Tensor | None) -> Tensor:
+    def __call__(
+        self,
+        x: Tensor,
+        cache: KVBuffer,
+        cos: Tensor,
+        sin: Tensor,
+        mask: Tensor | None,
+        keep: Tensor | None = None,
+    ) -> Tensor:
         rms = self.kernels.rms
-        x = self.out(self.seen(rms(x, self.before.weight, self.before.eps), cache, cos, sin, mask), x)
+        seen = self.seen(rms(x, self.before.weight, self.before.eps), cache, cos, sin, mask)
+        x = self.out(*kept_of(keep, seen, x))
         return self.down(self.inner(rms(x, self.after.weight, self.after.eps)), x)
 
     def seen(self, normed: Tensor, cache: KVBuffer, cos: Tensor, sin: Tensor, mask: Tensor | None) -> Tensor:

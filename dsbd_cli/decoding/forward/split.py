@@ -63,10 +63,10 @@ class SplitLayers:
         self._norms = [*(layer.before for layer in self._layers), norm]
 
     def __call__(
-        self, x: Tensor, cache: KVBuffer, cos: Tensor, sin: Tensor, mask: Tensor | None,
+        self, x: Tensor, cache: KVBuffer, cos: Tensor, sin: Tensor, mask: Tensor | None, keep: Tensor | None,
         between: Callable[[int], None],
     ) -> Tensor:  # fmt: skip
-        """The last norm of all nodes [N, hidden]; arguments as of `llama.TritonLayer`.
+        """The last norm of the nodes that `keep` names [K, hidden]; arguments as of `llama.TritonLayer`.
 
         Args:
             between: called before each layer with its number.
@@ -75,6 +75,8 @@ class SplitLayers:
         for i, layer in enumerate(self._layers):
             between(i)
             seen = layer.seen(normed, cache, cos, sin, mask)
+            if keep is not None and i + 1 == len(self._layers):
+                seen, x = seen[keep], x[keep]
             x, normed = layer.out.normed(seen, x, layer.after, self._rms)
             x, normed = layer.down.normed(layer.inner(normed), x, self._norms[i + 1], self._rms)
         return normed

@@ -15,7 +15,7 @@ from dsbd_cli.decoding.forward.records import Step
 from dsbd_cli.decoding.model.hf_model import HfTreeModel
 from dsbd_cli.decoding.tree.sequences import Node
 from tests.decoding.forward import emulated
-from tests.decoding.forward.test_amx import SIZES, make
+from tests.decoding.forward.test_amx import SIZES, KVBuffer, made_of_blocks, make
 
 pytestmark = pytest.mark.skipif(simd.library() is None, reason="no C compiler here")
 VOCAB = SIZES["vocab_size"]
@@ -94,6 +94,37 @@ def test_a_step_in_c_is_the_same_to_the_bit(way, kind, threads, monkeypatch):
         assert steps.tree.cache.capacity > 512
         for layer, keys in steps.tree.cache.keys.items():
             assert torch.equal(keys, tensors.tree.cache.keys[layer])
+    finally:
+        torch.set_num_threads(before)
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("threads", [1, 2, 3])
+@pytest.mark.parametrize("way", ["vectors", "vectors, bytes", "tiles", "tiles, blocks"])
+def test_rows_that_nobody_asks_for_end_behind_the_last_attention(way, threads):
+    """Those that are asked for, few or many, are the same to the bit, and so is whatever looks at the others later."""
+    model = made_of_blocks() if way.endswith(("bytes", "blocks")) else make("llama")
+    if way.startswith("vectors"):
+        forward = simd.SimdForward(model.float(), int8_activations=way.endswith("bytes"))
+    else:
+        forward = amx.AmxForward(model)
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        for count in (5, 19, 70):
+            ids, places = torch.arange(count + 1) + 5, torch.arange(count)
+            found = []
+            for keep in (0, 1, [count - 1, 0], [*range(0, count, 2)], [*range(2, count)], []):
+                cache = KVBuffer(80)
+                cache.slots, cache.used = places + 1, count + 1
+                rows = torch.tensor(keep, dtype=torch.int64) if isinstance(keep, list) else keep
+                got = forward(cache, ids[:count], places, None, rows)
+                cache.slots, cache.used = torch.tensor([count + 1]), count + 2
+                found.append((keep, got, forward(cache, ids[count:], torch.tensor([count]), None, 0)))
+            (_, whole, after), *others = found
+            for keep, got, behind in others:
+                assert torch.equal(got, whole[-1:] if keep == 1 else whole[keep])
+                assert torch.equal(behind, after)
     finally:
         torch.set_num_threads(before)
 

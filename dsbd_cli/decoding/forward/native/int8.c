@@ -87,13 +87,14 @@ static long narrow_bytes(long count, long in) {
     return up(count * (up(in, SPAN) / SPAN) * (long)sizeof(narrow) + count * 4, 64);
 }
 
-/* x as `w` is multiplied with: in bytes where that is wanted (`own`, with room for them) and it can be. */
-static input input_of(const linear *w, const float *x, long count, char *own) {
+/* x [count, in] as `w` is multiplied with: in bytes where that is wanted (`own`, with room for them) and it can be. Rows
+ * from `first` to `last` are laid out. */
+static input input_of(const linear *w, const float *x, long first, long last, long count, char *own) {
     if (!own || !narrows(w->format)) return (input){x, NULL, NULL};
     long blocks = w->in / SPAN;
     narrow *to = (narrow *)own;
     float *size = (float *)(to + count * blocks);
-    for (long n = 0; n < count; n++) size[n] = narrowed(x + n * w->in, w->in, to + n * blocks);
+    for (long n = first; n < last; n++) size[n] = narrowed(x + n * w->in, w->in, to + n * blocks);
     return (input){x, size, to};
 }
 

@@ -34,6 +34,7 @@ typedef float real;
 #define FEW 4     /* up to so many rows weights are used as they are widened, above from a buffer */
 #define DEPTH 128 /* inputs of a unit that the buffer holds */
 #define ROWS 96  /* rows of x served between two readings of a chunk's weights */
+#define APART 16  /* up to so many rows each thread norms and lays out for itself */
 #define INLINE static inline __attribute__((always_inline))
 
 typedef float vf __attribute__((vector_size(VL * 4), may_alias, aligned(VL * 4)));
@@ -427,7 +428,7 @@ void multiply(const linear *w, const float *x, long count, long int8, float *y) 
     float out[ROWS * 4 * UNIT];
     long units = up(w->out, UNIT) / UNIT;
     char *own = int8 ? malloc((size_t)narrow_bytes(count, w->in)) : NULL;
-    input a = input_of(w, x, count, own);
+    input a = input_of(w, x, 0, count, count, own);
     for (long n = 0; n < count; n += ROWS)
         for (long u = 0; u < units; u += 4) {
             long to = u + 4 < units ? u + 4 : units, rows = n + ROWS < count ? ROWS : count - n;
@@ -451,6 +452,8 @@ typedef struct {
     long seen_stride;       /* 0: a prompt in slots 1, 2, ..., one list for all */
     char *own;              /* [threads, own_size] */
     size_t own_size;
+    float *normed, *last; /* [rows, hidden]: normed for all threads; those behind the last attention */
+    char *ready;          /* what all threads multiply, in bytes */
     atomic_long *next;      /* [steps]: the next piece of each step that nobody has taken */
     meeting all;
 } job;
@@ -524,6 +527,9 @@ static void product(job *j, const linear *w, input a, long count, float *out, lo
             for (long u = begin; u < end; u += wide) {
                 long to = u + wide < end ? u + wide : end;
                 const char *ahead = w->weight + (u + j->t->threads * piece) * unit_bytes(w->format, w->in);
+                if (kind == ADD) /* what is added to, read meanwhile */
+                    for (long i = 0; i < now; i++)
+                        fetch((const char *)(out + (n + i) * stride + u * UNIT), (to - u) * UNIT * 4);
                 chunk(w, u, to, a, n, now, rows, ahead);
                 finish(j, w, at, kind, u, to, n, now, rows, out, stride);
             }
@@ -585,41 +591,84 @@ static long widest(const model *m) {
     return m->heads * m->size > most ? m->heads * m->size : most;
 }
 
+/* Where a thread lays out few rows. */
+typedef struct {
+    char *bytes; /* NULL: activations stay as they are */
+    float *normed;
+} desk;
+
+/* x [count, w->in] (or its rows `keep`), normed where there are weights `norm` for that, as `w` is multiplied with.
+ * Up to 16 rows each thread lays out for itself; more they share, and meet. */
+static input laid_out(job *j, const linear *w, const float *x, const int64_t *keep, const float *norm, long count,
+                      const desk *d, long me) {
+    int all = count > APART;
+    long first = all ? count * me / j->all.workers : 0, last = all ? count * (me + 1) / j->all.workers : count;
+    if (norm) {
+        float *to = all ? j->normed : d->normed;
+        for (long n = first; n < last; n++)
+            rms_f32(x + (keep ? keep[n] : n) * w->in, norm, to + n * w->in, 1, w->in, j->m->eps);
+        x = to;
+    }
+    input a = input_of(w, x, first, last, count, all && d->bytes ? j->ready : d->bytes);
+    if (all && (norm || a.narrow)) meet(&j->all);
+    return a;
+}
+
+/* Behind the last attention only rows whose logits are wanted go on: they, and what they saw, to the front of others. */
+static void go_on(const job *j, long me) {
+    const request *r = j->r;
+    long hidden = j->m->hidden, wide = j->m->heads * j->m->size;
+    for (long i = me; i < r->kept; i += j->all.workers) {
+        memcpy(j->last + i * hidden, j->x + r->keep[i] * hidden, (size_t)hidden * 4);
+        memcpy(j->query + i * wide, j->att + r->keep[i] * wide, (size_t)wide * 4);
+    }
+}
+
 static void work(void *data) {
     job *j = data;
     const model *m = j->m;
     const request *r = j->r;
     long me = j->t->threads > 1 ? j->t->number() : 0, count = r->count, step = 0;
     if (j->t->threads > 1) j->all.workers = j->t->count(); /* the same for all; may be fewer than asked for */
-    char *own = j->own + (size_t)me * j->own_size, *narrowed = m->int8 ? own : NULL;
-    float *normed = (float *)(own + m->int8 * narrow_bytes(count, widest(m))), *scores = normed + count * m->hidden;
+    char *own = j->own + (size_t)me * j->own_size;
+    desk d = {.bytes = m->int8 ? own : NULL, .normed = (float *)(own + m->int8 * narrow_bytes(APART, widest(m)))};
+    float *scores = d.normed + APART * m->hidden, *x = j->x, *att = j->att;
     long head = m->size / UNIT;
+    const int64_t *keep = r->keep;
     for (long at = 0; at < m->layers; at++) {
         const layer *l = m->layer + at;
-        rms_f32(j->x, l->before, normed, count, m->hidden, m->eps);
-        product(j, &l->qkv, input_of(&l->qkv, normed, count, narrowed), count, NULL, 0, TURN, at, step++, head);
+        int some = at + 1 == m->layers && r->kept < count;
+        long rows = some ? r->kept : count;
+        input a = laid_out(j, &l->qkv, x, NULL, l->before, count, &d, me);
+        product(j, &l->qkv, a, count, NULL, 0, TURN, at, step++, head);
         meet(&j->all);
         for (;;) {
             long task = atomic_fetch_add(&j->next[step], 1);
-            if (task >= count * m->groups) break;
-            attend(j, at, task % count, task / count, scores);
+            if (task >= rows * m->groups) break;
+            attend(j, at, some ? keep[task % rows] : task % rows, task / rows, scores);
         }
         step++;
         meet(&j->all);
-        product(j, &l->out, input_of(&l->out, j->att, count, narrowed), count, j->x, m->hidden, ADD, at, step++, 2);
+        if (some) {
+            go_on(j, me);
+            x = j->last, att = j->query, keep = NULL;
+            meet(&j->all);
+        }
+        a = laid_out(j, &l->out, att, NULL, NULL, rows, &d, me);
+        product(j, &l->out, a, rows, x, m->hidden, ADD, at, step++, 2);
         meet(&j->all);
-        rms_f32(j->x, l->after, normed, count, m->hidden, m->eps);
-        product(j, &l->gate_up, input_of(&l->gate_up, normed, count, narrowed), count, j->act, m->inner, SILU, at, step++, 4);
+        a = laid_out(j, &l->gate_up, x, NULL, l->after, rows, &d, me);
+        product(j, &l->gate_up, a, rows, j->act, m->inner, SILU, at, step++, 4);
         meet(&j->all);
-        product(j, &l->down, input_of(&l->down, j->act, count, narrowed), count, j->x, m->hidden, ADD, at, step++, 2);
+        a = laid_out(j, &l->down, j->act, NULL, NULL, rows, &d, me);
+        product(j, &l->down, a, rows, x, m->hidden, ADD, at, step++, 2);
         meet(&j->all);
     }
-    for (long i = 0; i < r->kept; i++)
-        rms_f32(j->x + r->keep[i] * m->hidden, m->norm, normed + i * m->hidden, 1, m->hidden, m->eps);
-    product(j, &m->head, input_of(&m->head, normed, r->kept, narrowed), r->kept, r->logits, m->head.out, STORE, 0, step, 16);
+    input a = laid_out(j, &m->head, x, keep, m->norm, r->kept, &d, me);
+    product(j, &m->head, a, r->kept, r->logits, m->head.out, STORE, 0, step, 16);
 }
 
-enum { PARTS = 9 };
+enum { PARTS = 12 };
 
 /* Bytes of each buffer of a forward of `count` rows over `used` slots. */
 static void sizes_of(const model *m, long count, long used, long capacity, long threads, long *parts) {
@@ -630,9 +679,11 @@ static void sizes_of(const model *m, long count, long used, long capacity, long 
     parts[4] = count * m->inner * 4;
     parts[5] = (count + 1) * (used + 1) * 4;
     parts[6] = count * 4;
-    long own = m->int8 * narrow_bytes(count, widest(m)) + count * m->hidden * 4 + HEADS * score_room(used) * 4;
+    long own = m->int8 * narrow_bytes(APART, widest(m)) + APART * m->hidden * 4 + HEADS * score_room(used) * 4;
     parts[7] = up(own, 4096) * threads;
     parts[8] = capacity * 4;
+    parts[9] = parts[10] = count * m->hidden * 4;
+    parts[11] = m->int8 * narrow_bytes(count, widest(m));
     for (int i = 0; i < PARTS; i++) parts[i] = up(parts[i], 64);
 }
 
@@ -652,6 +703,7 @@ void forward(const model *m, const request *r, const team *t, char *memory) {
     for (int i = 0; i < PARTS; memory += parts[i++]) at[i] = memory;
     job j = {.m = m, .r = r, .t = t, .x = (float *)at[0], .next = (atomic_long *)at[1], .query = (float *)at[2],
              .att = (float *)at[3], .act = (float *)at[4], .seen = (int32_t *)at[5], .length = (int32_t *)at[6],
+             .normed = (float *)at[9], .last = (float *)at[10], .ready = at[11],
              .seen_stride = r->used, .own = at[7], .own_size = (size_t)(parts[7] / t->threads), .all = {.workers = 1}};
     memcpy(j.x, r->x, (size_t)(r->count * m->hidden) * 4);
     memset(at[1], 0, (size_t)parts[1]);

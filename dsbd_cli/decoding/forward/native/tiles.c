@@ -24,7 +24,7 @@ typedef struct {
     const request *r;
     const team *t;
     long rows, padded, seen; /* query rows of a group, the same and the slots rounded up */
-    bf16 *x, *qkv, *query, *att, *act;
+    bf16 *x, *qkv, *query, *att, *act, *last; /* last: rows behind the last attention */
     char *ready;   /* a product's input for many rows, laid out by all threads */
     float *sizes;  /* of its rows, in int8 */
     uint16_t *bits; /* [query tile, slot]: which of 16 query rows see the slot */
@@ -77,6 +77,16 @@ static void rotate(const job *j, long at, long me) {
     }
 }
 
+/* Behind the last attention only rows whose logits are wanted go on: they, and what they saw, to the front of others. */
+static void go_on(const job *j, long me) {
+    const request *r = j->r;
+    long hidden = j->m->hidden, wide = j->m->heads * j->m->size;
+    for (long i = me; i < r->kept; i += j->all.workers) {
+        memcpy(j->last + i * hidden, j->x + r->keep[i] * hidden, (size_t)hidden * 2);
+        memcpy(j->qkv + i * wide, j->att + r->keep[i] * wide, (size_t)wide * 2);
+    }
+}
+
 static void work(void *data) {
     job *j = data;
     const model *m = j->m;
@@ -94,10 +104,14 @@ static void work(void *data) {
     while (parts < tiles && parts * m->groups % j->all.workers) parts++; /* the same for each thread, if that can be */
     if (tiles > 16 * parts) parts *= 2; /* quick threads take more */
     see(j, me);
+    bf16 *x = j->x, *att = j->att;
+    const int64_t *keep = r->keep;
     for (long at = 0; at < m->layers; at++) {
         const layer *l = m->layer + at;
+        int some = at + 1 == m->layers && r->kept < count;
+        long rows = some ? r->kept : count;
         atomic_long *taken = j->taken + at * PHASES * j->all.workers;
-        input a = input_of(j, &l->qkv, j->x, NULL, l->before, count, &d, me);
+        input a = input_of(j, &l->qkv, x, NULL, l->before, count, &d, me);
         product(j, a, count, (result){&l->qkv, .out = j->qkv, .stride = stride, .kind = STORE}, me, unit, taken);
         taken += j->all.workers;
         meet(&j->all);
@@ -106,32 +120,37 @@ static void work(void *data) {
         for (long task = me; task < parts * m->groups; task = atomic_fetch_add(taken, 1) + j->all.workers)
             attend(j, at, task / parts, task % parts, parts, rest);
         meet(&j->all);
-        a = input_of(j, &l->out, j->att, NULL, NULL, count, &d, me);
+        if (some) {
+            go_on(j, me);
+            x = j->last, att = j->qkv, keep = NULL;
+            meet(&j->all);
+        }
+        a = input_of(j, &l->out, att, NULL, NULL, rows, &d, me);
         taken += j->all.workers;
-        result on = {.out = j->x, .stride = m->hidden, .kind = ADD};
+        result on = {.out = x, .stride = m->hidden, .kind = ADD};
         on.w = &l->out;
-        product(j, a, count, on, me, unit, taken);
+        product(j, a, rows, on, me, unit, taken);
         taken += j->all.workers;
         meet(&j->all);
-        a = input_of(j, &l->gate_up, j->x, NULL, l->after, count, &d, me);
-        int pairs = count > TILE / 2 && l->gate_up.format != TILES && l->down.format != TILES;
-        product(j, a, count, (result){&l->gate_up, .out = j->act, .stride = pairs ? 0 : m->inner, .kind = SILU}, me,
+        a = input_of(j, &l->gate_up, x, NULL, l->after, rows, &d, me);
+        int pairs = rows > TILE / 2 && l->gate_up.format != TILES && l->down.format != TILES;
+        product(j, a, rows, (result){&l->gate_up, .out = j->act, .stride = pairs ? 0 : m->inner, .kind = SILU}, me,
                 unit, taken);
         taken += j->all.workers;
         meet(&j->all);
         if (pairs) a = input_in_pairs((const char *)j->act, m->inner);
-        else a = input_of(j, &l->down, j->act, NULL, NULL, count, &d, me);
+        else a = input_of(j, &l->down, j->act, NULL, NULL, rows, &d, me);
         on.w = &l->down;
-        product(j, a, count, on, me, unit, taken);
+        product(j, a, rows, on, me, unit, taken);
         meet(&j->all);
     }
-    input a = input_of(j, &m->head, j->x, r->keep, m->norm, r->kept, &d, me);
+    input a = input_of(j, &m->head, x, keep, m->norm, r->kept, &d, me);
     product(j, a, r->kept, (result){&m->head, .out = r->logits, .stride = m->head.out, .kind = STORE}, me, unit,
             j->taken + m->layers * PHASES * j->all.workers);
     _tile_release();
 }
 
-enum { PARTS = 11 };
+enum { PARTS = 12 };
 
 /* Bytes of each buffer of a forward of `count` rows over `used` slots. */
 static void sizes_of(const model *m, long count, long used, long threads, long *parts) {
@@ -151,6 +170,7 @@ static void sizes_of(const model *m, long count, long used, long threads, long *
     parts[8] = rows * (width * 2 + 4);
     parts[9] = padded / TILE * seen / SLOTS;
     parts[10] = (m->layers + 1) * PHASES * threads * (long)sizeof(atomic_long);
+    parts[11] = parts[0];
     for (int i = 0; i < PARTS; i++) parts[i] = up(parts[i], 64);
 }
 
@@ -174,7 +194,7 @@ void forward(const model *m, const request *r, const team *t, char *memory) {
              .att = (bf16 *)at[3], .act = (bf16 *)at[4], .bits = (uint16_t *)at[5], .limit = (long *)at[6],
              .start = (long *)at[6] + up(r->count * shared, TILE) / TILE,
              .own = at[7], .own_size = (size_t)(parts[7] / t->threads), .ready = at[8],
-             .some = (uint8_t *)at[9], .taken = (atomic_long *)at[10], .all = {.workers = 1}};
+             .some = (uint8_t *)at[9], .taken = (atomic_long *)at[10], .last = (bf16 *)at[11], .all = {.workers = 1}};
     j.sizes = (float *)(at[8] + parts[8]) - up(r->count, 3 * TILE);
     for (long i = 0; i < (m->layers + 1) * PHASES * t->threads; i++) atomic_init(j.taken + i, 0);
     memcpy(j.x, r->x, (size_t)(r->count * m->hidden) * 2);
