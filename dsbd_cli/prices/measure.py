@@ -8,7 +8,7 @@ import platform
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -18,7 +18,7 @@ from dsbd_cli.loading.hardware import NumberFormat
 from dsbd_cli.loading.ready import key
 from dsbd_cli.loading.ready.pair import plain_config
 from dsbd_cli.others import Window
-from dsbd_cli.prices.probe import Probe, measured_now, quick
+from dsbd_cli.prices.probe import Probe, measured_now, one_thread, quick, torn
 from dsbd_cli.prices.table import Curve, Prices
 from dsbd_cli.version import __version__
 
@@ -93,8 +93,31 @@ def measure(
         origin: in words; None says when, and whether the machine was busy.
         window: begins to watch what other processes take of the cores.
     """
-    begin, watched = clock(), window()
-    probes = [Probe(model, clock) for model in (target, draft) if model is not None]
+    models, watched = [model for model in (target, draft) if model is not None], window()
+    timed = _timed(models, counts, budget, clock)
+    busy = ""
+    if origin is None:
+        others = watched.share()
+        if torn(others) and all(model.device.type == "cpu" for model in models):
+            with one_thread():
+                timed = _timed(models, counts, budget, clock)
+        origin, busy = measured_now(others, uneven=timed.uneven)
+    return Prices(timed.curves[0], timed.curves[1] if draft is not None else None, timed.layer, origin, busy)
+
+
+class _Timed(NamedTuple):
+    """Milliseconds by nodes of each model, and of the host's part of a layer; whether times of one forward differ."""
+
+    curves: list[Curve]
+    layer: float
+    uneven: bool
+
+
+def _timed(
+    models: Sequence[HfTreeModel], counts: Sequence[int], budget: float, clock: Callable[[], float]
+) -> _Timed:
+    begin = clock()
+    probes = [Probe(model, clock) for model in models]
     counts = tuple(count for count in counts if all(probe.holds(count) for probe in probes)) or (1,)
     warm: list[list[float]] = []
     for place, count in enumerate(counts):
@@ -110,11 +133,5 @@ def measure(
         for role in range(len(probes))
     ]
     curves = [Curve.fitted({count: quick(all_) for count, all_ in curve.items()}) for curve in times]
-    layer = quick(sorted(probes[0].layers))
-    busy = ""
-    if origin is None:
-        uneven = any(
-            statistics.median(all_) > _UNEVEN * quick(all_) for one in times for all_ in one.values()
-        )
-        origin, busy = measured_now(watched.share(), uneven=uneven)
-    return Prices(curves[0], curves[1] if draft is not None else None, layer, origin, busy)
+    uneven = any(statistics.median(all_) > _UNEVEN * quick(all_) for one in times for all_ in one.values())
+    return _Timed(curves, quick(sorted(probes[0].layers)), uneven)

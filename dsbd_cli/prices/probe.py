@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
+
+import torch
 
 from dsbd_cli.decoding import HfTreeModel, LogitsProcessor, Node, SeededSampler, Trie
 from dsbd_cli.others import took
@@ -40,6 +43,22 @@ def measured_now(others: float | None, *, uneven: bool = False) -> Moment:
     if not busy:
         return Moment(when, busy)
     return Moment(f"{when} on a busy machine ({busy}; dsbd doctor --measure PRESET does it anew)", busy)
+
+
+def torn(others: float | None) -> bool:
+    """Whether forwards by several threads say little, by the part of the cores' time that others took."""
+    return bool(took(others)) and torch.get_num_threads() > 1
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Where others have a core, threads that wait for each other take any time: one alone finds a core that is free."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 class Probe:

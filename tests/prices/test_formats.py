@@ -212,6 +212,31 @@ def test_a_verdict_says_whether_the_machine_was_busy(
     assert bool(found.busy) is (share > 0.5)
 
 
+@pytest.mark.parametrize(("share", "chosen"), [(None, "float32"), (0.05, "float32"), (0.61, "bfloat16")])
+def test_beside_others_one_thread_says_which_format_is_quicker(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, share: float | None, chosen: str
+) -> None:
+    """Two threads, one of whose cores somebody else had, took whichever came first: half the speed, for good."""
+    monkeypatch.setattr(slices, "Window", lambda: SimpleNamespace(share=lambda: share))
+    seen: list[int] = []
+
+    def measured(models: Any) -> Any:
+        seen.append(torch.get_num_threads())
+        return times((4.0, 8.0), (4.0, 8.0) if seen[-1] == 2 else (2.0, 3.0))
+
+    monkeypatch.setattr(slices, "measure", measured)
+    builders.rand(tmp_path)
+    place = place_of(tmp_path)
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        assert judge(place, load_config(place, False), BOTH, int8=False, trust=False).dtype == chosen
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
+    assert seen == ([2, 1] if chosen == "bfloat16" else [2])
+
+
 def test_a_real_clock_gives_times_of_each(tmp_path: Path) -> None:
     cut = sliced(tmp_path)
     found = measure({"float32": cut.model(BOTH[0], False)}, budget=0.01)

@@ -12,11 +12,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from dsbd_cli.decoding import Node
 from dsbd_cli.errors import UserError
 from dsbd_cli.prices import Curve, Prices, store
 from dsbd_cli.prices.measure import COUNTS, measure
+from dsbd_cli.prices.probe import Probe
 
 SIMPLE = Prices(Curve((1, 16), (4.0, 5.0)), Curve((1,), (0.5,)), 0.1, "measured once")
 
@@ -45,6 +47,7 @@ class Model:
         self, machine: Machine, role: str, curve: Curve, joint: float, room: int | None = None
     ) -> None:
         self.role, self.vocab_size, self.max_positions = role, 100, room
+        self.device = torch.device("cpu")
         self._machine, self._curve, self._joint = machine, curve, joint
         self.deepest, self.counts = 0, [0]
 
@@ -122,6 +125,31 @@ def test_steady_work_of_others_is_marked_though_it_slows_all_times_alike(
         in found.origin
     ) is busy
     assert found.busy == ("other processes took 61% of the cores' time" if busy else "")
+
+
+@pytest.mark.parametrize(("share", "threads"), [(0.05, 2), (0.61, 2), (0.61, 1)])
+def test_beside_others_forwards_are_timed_by_one_thread(
+    monkeypatch: pytest.MonkeyPatch, share: float, threads: int
+) -> None:
+    """Two threads wait for each other, however long others have the core of one of them."""
+    asked: list[int] = []
+    run = Probe.run
+
+    def noted(self: Probe, count: int) -> float:
+        asked.append(torch.get_num_threads())
+        return run(self, count) * (1 if asked[-1] == 1 else 7)
+
+    monkeypatch.setattr(Probe, "run", noted)
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        found = measured(Machine(), budget=5.0, window=lambda: Watched(share))[0]
+        assert torch.get_num_threads() == threads
+    finally:
+        torch.set_num_threads(before)
+    assert set(asked) == ({1, 2} if share > 0.5 and threads == 2 else {threads})
+    assert asked == sorted(asked, reverse=True)
+    assert found.target(1) == pytest.approx(TARGET(1) * (1 if asked[-1] == 1 else 7), rel=0.02)
 
 
 @pytest.mark.parametrize("scale", [0.01, 1, 10, 100])
