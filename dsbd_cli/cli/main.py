@@ -19,6 +19,7 @@ from typing import Annotated
 import typer
 
 from dsbd_cli.cli import ranks, signals, streams
+from dsbd_cli.cli.completion import Root
 from dsbd_cli.errors import DsbdError, Stopped
 from dsbd_cli.group import depart, joined
 from dsbd_cli.paths import FULL, write_error
@@ -27,6 +28,7 @@ from dsbd_cli.version import __version__
 
 app = typer.Typer(
     name="dsbd",
+    cls=Root,
     help="Dynamic-width speculative beam decoding: beam-quality text at the speed of speculation.",
     no_args_is_help=False,
     pretty_exceptions_enable=False,
