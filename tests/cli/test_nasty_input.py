@@ -69,7 +69,7 @@ def test_special_files_are_no_input_and_no_output(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["in.txt", "pipe"]
 
 
-@pytest.mark.parametrize("name", [".", "/", "..", "folder", "none/x", "x" * 300, "-"])
+@pytest.mark.parametrize("name", [".", "/", "..", "folder", "in.txt/x", "x" * 300, "-"])
 def test_outputs_that_no_file_can_be(
     dsbd: Call, abc: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
