@@ -15,8 +15,9 @@ import typer
 from dsbd_cli.cli.options import Chosen, decoding_options
 from dsbd_cli.cli.output import Out, note
 from dsbd_cli.cli.stdin import stdin_lines, text_waits
+from dsbd_cli.counted import counted
 from dsbd_cli.errors import UserError
-from dsbd_cli.paths import refuse_special, refuse_unwritable, write_whole
+from dsbd_cli.paths import make_parents, refuse_special, refuse_unwritable, write_whole
 from dsbd_cli.ui.look import columns_of, is_terminal, panel_stream
 
 if TYPE_CHECKING:
@@ -92,8 +93,9 @@ def tune(
     with _progress() as (tell, step):
         found = search(bench, settings, quick=quick, loss=loss, tell=tell, step=step)
     best = found.best
-    why = {"preset": f"dsbd tune: {_verdict(found)}, on {len(texts)} prompts; prices: "
+    why = {"preset": f"dsbd tune: {_verdict(found)}, on {counted(len(texts), 'prompt')}; prices: "
                      f"{decoder.prices.measured().prices.origin}"}  # type: ignore[union-attr]  # fmt: skip
+    make_parents(out, "--out")
     write_whole(out, to_yaml(Preset(out.stem, spec, best.settings, why)))
     if json:
         Out().write_json(encoder.dumps(_report(found, out), ensure_ascii=False) + "\n")
@@ -188,7 +190,7 @@ def _progress() -> Iterator[tuple[Any, Any]]:
 
         def step(done: int, total: int) -> None:
             if done and (done % _EVERY == 0 or done == total):
-                note(f"{done} of {total} answers")
+                note(f"{done} of {counted(total, 'answer')}")
 
         yield note, step
         return

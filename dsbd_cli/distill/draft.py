@@ -17,6 +17,7 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
+from dsbd_cli.counted import counted
 from dsbd_cli.errors import UserError
 from dsbd_cli.loading.shared import dequantised
 from dsbd_cli.paths import replacing
@@ -32,7 +33,7 @@ def choose_layers(total: int, count: int) -> list[int]:
         UserError: count outside 1..total.
     """
     if not 1 <= count <= total:
-        raise UserError(f"--layers {count}: the target has {total} layers; choose 1 to {total}")
+        raise UserError(f"--layers {count}: the target has {counted(total, 'layer')}; choose 1 to {total}")
     return [round(place * (total - 1) / max(1, count - 1)) for place in range(count)]
 
 
@@ -46,7 +47,7 @@ def layer_list(model: Any) -> tuple[str, nn.ModuleList]:
     for name, module in model.named_modules():
         if isinstance(module, nn.ModuleList) and len(module) == count:
             return name, module
-    raise UserError(f"{model.config.model_type}: found no list of {count} layers to keep some of")
+    raise UserError(f"{model.config.model_type}: found no list of {counted(count, 'layer')} to keep some of")
 
 
 def prune(target: Any, keep: Sequence[int]) -> Any:
