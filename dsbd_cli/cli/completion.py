@@ -44,7 +44,10 @@ def _complete(ctx: Any, option: str, shell: str) -> None:
     try:
         do(ctx, None, shell)
     except (OSError, ValueError, CalledProcessError) as error:  # ValueError: a start file that is not UTF-8
-        where = getattr(error, "filename", None) or f"a start file of {shell}"
+        where = getattr(error, "filename", None)
+        if where is None and isinstance(error, OSError):  # stdout, as of any command
+            raise
+        where = where or f"a start file of {shell}"
         raise UserError(
             f"{option}: {where} cannot be used: {getattr(error, 'strerror', None) or error} "
             f"(dsbd --show-completion {shell} prints what would be installed)"

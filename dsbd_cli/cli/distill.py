@@ -71,7 +71,7 @@ def run(
     batch_tokens: Annotated[
         int | None, typer.Option(min=1, help="Tokens a step (by the width; at most GPU 65536, CPU 2048).")
     ] = None,
-    rate: Annotated[float, typer.Option(min=0, help="Peak learning rate.")] = 2e-3,
+    rate: Annotated[float, typer.Option(min=0, max=1, help="Peak learning rate.")] = 2e-3,
     warmup: Annotated[int, typer.Option(min=0, help="Steps to the peak rate.")] = 100,
     optimizer: Annotated[str, typer.Option(help="adamw or muon.")] = "adamw",
     finish: Annotated[
@@ -176,7 +176,7 @@ def evaluate(
     limit: Annotated[
         int | None, typer.Option(min=1, help="Only the first so many answers of each set.")
     ] = None,
-    temperature: Annotated[float, typer.Option(min=1e-3, help="T of the decoding.")] = 1.0,
+    temperature: Annotated[float, typer.Option(min=1e-3, max=1e3, help="T of the decoding.")] = 1.0,
     top_k: Annotated[int, typer.Option(min=0, help="Top-k of the decoding, 0 = off.")] = 10,
     top_p: Annotated[float, typer.Option(min=1e-6, max=1, help="Top-p of the decoding, 1 = off.")] = 0.8,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer.")] = 64,

@@ -48,6 +48,7 @@ def tune(
         float,
         typer.Option(
             "--loss",
+            min=0,
             help="Log-probability a token that may be given up for speed, by narrower layers; 0 keeps the law "
             "of the settings given.",
         ),
@@ -61,8 +62,6 @@ def tune(
     most promising ones compared on real answers, in turns. Ratios are medians of answers to the same prompt.
     """
     chosen.check()
-    if loss < 0:
-        raise UserError(f"--loss must not be negative, not {loss:g}")
     spec, settings = chosen.resolve()
     if spec.tensor_parallel > 1:
         raise UserError(

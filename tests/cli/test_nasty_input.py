@@ -22,7 +22,16 @@ def abc(models: Models) -> list[str]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "command", ["presets", "presets show smol", "doctor", "--help", "generate --help", "--version"]
+    "command",
+    [
+        "presets",
+        "presets show smol",
+        "doctor",
+        "--help",
+        "generate --help",
+        "--version",
+        "--show-completion bash",
+    ],
 )
 def test_every_command_with_a_stdout_that_is_gone_or_full(command: str, tmp_path: Path) -> None:
     env = environment(DSBD_CACHE=str(tmp_path))
