@@ -73,8 +73,8 @@ def tune(
         )
     if out.suffix not in (".yaml", ".yml"):
         raise UserError(f"--out {out}: a preset's name ends in .yaml")
-    refuse_special(out, f"--out {out}", "name a file")
     refuse_unwritable(out, "--out")
+    refuse_special(out, f"--out {out}", "name a file")
     if out.exists() and not force:
         raise UserError(f"--out {out} is there already: give --force to write over it, or another name")
     if prompts not in (None, "-") and text_waits():
