@@ -17,6 +17,14 @@ from dsbd_cli.errors import RunError, UserError
 FULL = (errno.ENOSPC, errno.EDQUOT)  # a disk or a quota is exhausted
 
 
+def expanded(text: str | Path) -> Path:
+    """A path with `~` and `~user` as the folders that they stand for; where nobody knows that folder, as it stands."""
+    try:
+        return Path(text).expanduser()
+    except RuntimeError:
+        return Path(text)
+
+
 def refuse_special(path: Path, what: str, instead: str) -> None:
     """Raise for devices, pipes and sockets: read whole, `/dev/zero` fills the memory and a pipe blocks.
 
@@ -51,7 +59,8 @@ def refuse_unwritable(path: Path, option: str) -> None:
             raise UserError(f"{option} {path} cannot be written: it is a folder, not a file")
         place = path if path.exists() else _nearest(path.absolute().parent)
         if place != path and not place.is_dir():
-            raise UserError(f"{option} {path} cannot be written: {place} is a file, not a folder")
+            raise UserError(f"{option} {path} cannot be written: {place} is {_what(place)}, not a folder")
+        _refuse_tilde(path, option)
     except (OSError, ValueError) as error:
         raise UserError(f"{option} {path}: {getattr(error, 'strerror', None) or error}") from None
     if why := _forbidden(place):
@@ -114,7 +123,10 @@ def refuse_no_folder(path: Path, option: str) -> None:
     try:
         there = _nearest(path.absolute())
         if not there.is_dir():
-            raise UserError(f"{option} {path} is to be a folder, and {there} is a file: give another name")
+            raise UserError(
+                f"{option} {path} is to be a folder, and {there} is {_what(there)}: give another name"
+            )
+        _refuse_tilde(path, option)
     except (OSError, ValueError) as error:
         raise UserError(f"{option} {path}: {getattr(error, 'strerror', None) or error}") from None
     if why := _forbidden(there):
@@ -124,6 +136,17 @@ def refuse_no_folder(path: Path, option: str) -> None:
 def _nearest(path: Path) -> Path:
     """The path, or the nearest above it that is there; a link that leads nowhere is there, too."""
     return next(place for place in (path, *path.parents) if place.exists() or place.is_symlink())
+
+
+def _what(place: Path) -> str:
+    return "a file" if place.exists() else "a link that leads nowhere"
+
+
+def _refuse_tilde(path: Path, option: str) -> None:
+    """Raise for `~` that a shell left as it is, as they do behind `=`: a folder of that name would be made."""
+    first = path.parts[0]
+    if first.startswith("~") and expanded(first) != Path(first) and not Path(first).exists():
+        raise UserError(f"{option} {path}: the shell left {first} as it is: write {expanded(path)}")
 
 
 def _forbidden(place: Path) -> str:

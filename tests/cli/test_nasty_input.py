@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import subprocess
@@ -208,3 +209,73 @@ def test_values_out_of_all_bounds(dsbd: Call, command: list[str], words: str) ->
 def test_huge_numbers_that_mean_something(dsbd: Call, abc: list[str], number: str) -> None:
     for option in ("--seed", "--max-new-tokens", "--top-k"):
         assert dsbd("generate", "hi", *abc, option, number).out == b"ABC\n"
+
+
+HI = ["generate", "hi"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (
+            [*HI, "--target", "~nobody-of-this-name/x", "--method", "beam"],
+            ["target ~nobody", "no such folder"],
+        ),
+        ([*HI, "--preset", "~nobody-of-this-name/x.yaml"], ["preset ~nobody", "no such file"]),
+        ([*HI, "--target", "loop", "--method", "beam"], ["target loop cannot be read", "symbolic links"]),
+        ([*HI, "--target", "zero\0byte", "--method", "beam"], ["target zero", "null byte"]),
+        ([*HI, "--target", "closed", "--method", "beam"], ["target closed cannot be read: no permission"]),
+        ([*HI, "--trace=~/run.jsonl"], ["--trace ~/run.jsonl", "left ~ as it is", "home/run.jsonl"]),
+        (["bench", "--dataset", "squad", "--out=~/x"], ["--out ~/x", "left ~ as it is", "home/x"]),
+        (["generate", "--input", "in.txt", "--output", "away/x"], ["away is a link that leads nowhere"]),
+        (["bench", "--dataset", "squad", "--out", "away/x"], ["away is a link that leads nowhere"]),
+        (["bench", "report", "run", "--out", "in.txt/x"], ["--out in.txt/x"]),
+    ],
+)
+def test_paths_that_lead_nowhere(
+    dsbd: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], words: list[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    Path("in.txt").write_text("a\n")
+    Path("loop").symlink_to("loop")
+    Path("away").symlink_to("nowhere")
+    Path("closed").mkdir()
+    access = os.access
+    monkeypatch.setattr(os, "access", lambda path, how: Path(path).name != "closed" and access(path, how))
+    before = sorted(path.name for path in tmp_path.iterdir())
+    dsbd(*arguments).refused(*words)
+    assert sorted(path.name for path in tmp_path.iterdir()) == before
+
+
+def test_a_folder_called_tilde_is_a_folder(
+    dsbd: Call, abc: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    Path("~").mkdir()
+    assert dsbd("generate", "hi", *abc, "--trace=~/run.jsonl").code == 0
+    assert Path("~/run.jsonl").is_file()
+
+
+def test_without_a_home_folder_the_cache_has_to_be_named(dsbd: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+    def nobody() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    for name in ("DSBD_CACHE", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(Path, "home", nobody)
+    dsbd("generate", "hi").refused("no home folder is known", "set DSBD_CACHE")
+
+
+@pytest.mark.parametrize(("code", "left"), [(errno.EACCES, 2), (errno.ENOENT, 2), (errno.EIO, 1)])
+def test_a_fault_of_a_file_that_nobody_foresaw_is_one_line(
+    dsbd: Call, monkeypatch: pytest.MonkeyPatch, code: int, left: int
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(code, os.strerror(code), "some/file")
+
+    monkeypatch.setattr("dsbd_cli.presets.list_presets", refuse)
+    monkeypatch.setattr("dsbd_cli.cli.presets.list_presets", refuse, raising=False)
+    ran = dsbd("presets")
+    assert (ran.code, ran.err) == (left, f"dsbd: some/file cannot be used: {os.strerror(code)}\n")
