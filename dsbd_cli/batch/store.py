@@ -83,7 +83,8 @@ class Store:
 
     def _cut(self, file: Records) -> None:
         if file.cut():
-            self.tell(f"dropped a torn last line of {file.path.name}: its prompt is done again")
+            again = "" if self.is_whole else ": its prompt is done again"
+            self.tell(f"dropped a torn last line of {file.path.name}{again}")
 
     def close(self) -> None:
         """Let go of the files; one that has no record goes away."""

@@ -93,7 +93,7 @@ def generate(
     if lines or input is not None or output is not None:
         from dsbd_cli.cli.batch import many
 
-        if lines and prompt is not None and Path(prompt).is_file():
+        if lines and prompt is not None and _is_file(prompt):
             raise UserError(f"--lines reads its prompts from stdin: dsbd generate --lines < {prompt}")
         refuse = {"a PROMPT": prompt is not None, "--trace": trace is not None, "--show-tokens": show_tokens}
         at_once = AUTO if batch is None else batch
@@ -124,6 +124,8 @@ def generate(
     text = read_prompt(prompt) if team.first else ""
     if prompt not in (None, "-") and text_waits():
         tell("stdin is not read: the prompt is the argument (leave it out, or give -, to read stdin)")
+    if prompt is not None and _is_file(prompt):
+        tell(f"{prompt} is a file, and its name is the prompt: dsbd generate < {prompt} reads it")
     decoder = chosen.load(quiet=quiet)
     text = joined().agreed(text)
     for line in chosen.notes(decoder):
@@ -159,6 +161,14 @@ def generate(
             tell(few)
         if settings.seed is None and not json and not draws_nothing(settings):
             tell(f"seed {result.seed}")
+
+
+def _is_file(text: str) -> bool:
+    """Whether a prompt is the name of a file that is there."""
+    try:
+        return Path(text).is_file()
+    except (OSError, ValueError):  # no name that a file can have
+        return False
 
 
 def at_terminal() -> bool:

@@ -406,6 +406,21 @@ def test_a_file_beside_lines_is_told_how_it_is_read(dsbd: Call, tmp_path: Path) 
     prompts.write_text("hello\n")
     dsbd("generate", "--lines", prompts).refused(f"--lines < {prompts}")
     dsbd("generate", "--lines", "hello").refused("a PROMPT has no place beside --lines")
+    for no_name in ("x" * 300, "x\0y"):
+        dsbd("generate", "--lines", no_name).refused("a PROMPT has no place beside --lines")
+
+
+def test_the_name_of_a_file_as_the_prompt_is_told(
+    dsbd: Call, models: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("q.txt").write_text("hello\n")
+    abc = [*pair(models("says", "A")), "--seed", "1"]
+    ran = dsbd("generate", "q.txt", *abc)
+    assert (ran.code, ran.text) == (0, "A\n")
+    assert "dsbd: q.txt is a file, and its name is the prompt: dsbd generate < q.txt reads it\n" in ran.err
+    for prompt in ("q", ".", "x" * 300):
+        assert "is a file" not in dsbd("generate", prompt, *abc).err
 
 
 def test_fewer_beams_than_asked_for_are_told(dsbd: Call, models: Models) -> None:
