@@ -58,6 +58,7 @@ class BenchProgress:
         self._visible = visible
         self._live: Any = None
         self._stage = ""
+        self._said = done
 
     def __enter__(self) -> BenchProgress:
         waiting.ready()
@@ -75,8 +76,7 @@ class BenchProgress:
     def __exit__(self, *error: object) -> None:
         if self._live is not None:
             self._live.stop()
-        elif self._visible and not any(error) and self._done > self._before:
-            self._stage = ""
+        elif self._visible and not any(error) and self._said < self._done:
             self._tell()
 
     def stage(self, text: str) -> None:
@@ -88,6 +88,7 @@ class BenchProgress:
         """One more answer is there."""
         self._done += 1
         self._figures.add([record])
+        self._stage = ""
         self._note()
 
     def _note(self) -> None:
@@ -97,6 +98,7 @@ class BenchProgress:
             self._tell()
 
     def _tell(self) -> None:
+        self._said = self._done
         now = f"; now {self._stage}" if self._stage else ""
         tell(f"{self._done}/{counted(self._total, 'answer')}, {self._clock()}{self._speeds()}{now}")
 

@@ -11,6 +11,7 @@ import pytest
 
 from dsbd_cli.bench import cells
 from dsbd_cli.bench.figures import Figures
+from dsbd_cli.bench.progress import BenchProgress
 from dsbd_cli.bench.summary import summarize_arm
 from tests.terminal import Terminal
 
@@ -103,10 +104,11 @@ def test_without_unicode_the_bar_is_ascii() -> None:
 
 
 PIPED = """
+import sys
 import time
 from dsbd_cli.bench import progress
 from dsbd_cli.bench.figures import Figures
-progress.FIRST_S, progress.EVERY_S = 0.2, 3600
+progress.FIRST_S, progress.EVERY_S = float(sys.argv[1]), 3600
 with progress.BenchProgress(2, 0, Figures("score", ["beam"]), "a data set, 1 arm") as shown:
     shown.stage("warming up")
     time.sleep(0.25)
@@ -117,14 +119,28 @@ with progress.BenchProgress(2, 0, Figures("score", ["beam"]), "a data set, 1 arm
 """
 
 
-def test_a_pipe_hears_soon_and_at_the_end() -> None:
+@pytest.mark.parametrize(
+    ("first", "heard"),
+    [
+        ("0.2", ["0/2 answers, 0 s; now beam on 0", "2/2 answers, 0 s; beam 80 tok/s"]),
+        ("3600", ["2/2 answers, 0 s; beam 80 tok/s"]),
+    ],
+)
+def test_a_pipe_hears_soon_and_at_the_end(first: str, heard: list[str]) -> None:
     done = subprocess.run(
-        [sys.executable, "-c", PIPED],
+        [sys.executable, "-c", PIPED, first],
         env={"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin"},
         stderr=subprocess.PIPE,
         text=True,
     )
-    assert done.stderr.splitlines() == [
-        "dsbd: 0/2 answers, 0 s; now beam on 0",
-        "dsbd: 2/2 answers, 0 s; beam 80 tok/s",
-    ]
+    assert done.stderr.splitlines() == [f"dsbd: {line}" for line in heard]
+
+
+def test_what_is_told_last_is_not_told_again(capsys: pytest.CaptureFixture[str]) -> None:
+    progress = BenchProgress(1, 0, Figures("score", ["beam"]), "a data set, 1 arm")
+    with progress:
+        progress.stage("beam on 0")
+        progress._due = 0.0
+        progress.step({"arm": "beam", "item": "0", "new_tokens": 40, "decode_s": 0.5, "energy_j": None,
+                       "score": {"score": 0.5}})  # fmt: skip
+    assert capsys.readouterr().err == "dsbd: 1/1 answer, 0 s; beam 80 tok/s\n"
