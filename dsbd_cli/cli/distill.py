@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from dsbd_cli.counted import counted
+
 if TYPE_CHECKING:
     from dsbd_cli.distill.evaluate import TokenFigures
     from dsbd_cli.distill.metrics import Warp
@@ -305,14 +307,15 @@ def _print_report(report: dict[str, Any], out: Path | None, width: int = 4, draf
         keys = ("raw", "warped", "agree", "cover_2", "cover_4", "cover_6")
         table.add_row(name, f"{row['tokens']:,}", *(f"{row[key]:.3f}" for key in keys))
     console.print(table)
+    beams = counted(width, "beam")
     title = "Predicted from these and from forward times measured here"
-    table = Table("gamma", "layers/call", "speed-up", f"{width} beams: layers/call", "speed-up", title=title)
+    table = Table("gamma", "layers/call", "speed-up", f"{beams}: layers/call", "speed-up", title=title)
     for row in report["predicted"]:
         columns = ("one_layers", "one_speedup", "beam_layers", "beam_speedup")
         table.add_row(str(row["gamma"]), *(f"{row[key]:.2f}" for key in columns))
     console.print(table)
     console.print(
-        f"One beam: speculation against plain sampling. {width} beams: the cover rule with {draft_width} "
+        f"One beam: speculation against plain sampling. {beams}: the cover rule with {draft_width} "
         "continuations, against beam sampling."
     )
     if out is not None:

@@ -19,6 +19,7 @@ from torch import nn
 
 from dsbd_cli.counted import counted
 from dsbd_cli.errors import UserError
+from dsbd_cli.loading.quiet import quiet_transformers
 from dsbd_cli.loading.shared import dequantised
 from dsbd_cli.paths import replacing
 
@@ -124,9 +125,10 @@ def save_draft(draft: Any, folder: Path, share_embeddings: bool, tokenizer: Any 
     """Write the draft's folder: ordinary, or sharing the target's embeddings (see the module's text)."""
     folder.mkdir(parents=True, exist_ok=True)
     if not share_embeddings:
-        draft.save_pretrained(folder)
-        if tokenizer is not None:
-            tokenizer.save_pretrained(folder)
+        with quiet_transformers():
+            draft.save_pretrained(folder)
+            if tokenizer is not None:
+                tokenizer.save_pretrained(folder)
         return
     with replacing(folder / LAYERS_FILE) as temporary:
         save_file(quantise(own_state(draft)), str(temporary))
