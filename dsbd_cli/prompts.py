@@ -95,10 +95,10 @@ def _check_role(role: Any, number: int, tokenizer: Any) -> None:
     """
     template = tokenizer.chat_template
     named = "\n".join(map(str, template.values())) if isinstance(template, Mapping) else str(template)
-    further = [word for word in _FURTHER_ROLES if _names(named, word)]
     if role in _ROLES or (isinstance(role, str) and _names(named, role)):
         return
-    known = [*_ROLES, *further]
+    # Those that it asks for; its prose may hold such words too.
+    known = [*_ROLES, *(word for word in _FURTHER_ROLES if f"'{word}'" in named or f'"{word}"' in named)]
     raise UserError(
         f"message {number} has the role {role!r}, which the target's chat template does not know"
         f"{near(str(role), known)}: {', '.join(known)}"

@@ -228,6 +228,9 @@ def test_roles_that_a_template_names_are_its_own(tmp_path):
     assert "left out" not in one.decode(ids([*asked, calls], one))
     with pytest.raises(UserError, match=r"did you mean tool\?\): system, user, assistant, tool$"):
         ids([{"role": "tol", "content": "b"}], one)
+    prose = builders.tok(tmp_path / "prose", chat_template="a language model with a tool" + CHAT)
+    with pytest.raises(UserError, match=r"system, user, assistant$"):
+        ids([{"role": "tol", "content": "b"}], prose)
 
 
 def test_templates_by_name_name_roles_too(tmp_path):
