@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from dsbd_cli.counted import counted
 from dsbd_cli.decoding import (
     Choice,
     Engines,
@@ -224,7 +225,7 @@ class Decoder:
         limit = draft.max_positions if draft is not None else None
         if limit is not None and len(ids) > limit:
             draft = None
-            more = [*more, f"the prompt ({len(ids)} tokens) does not fit the draft's context of {limit}: "
+            more = [*more, f"the prompt ({counted(len(ids), 'token')}) does not fit the draft's context of {limit}: "
                            "decoding without a draft, same law"]  # fmt: skip
         if draft is not None and not draft.reads_ids(ids):
             draft = None
@@ -269,11 +270,11 @@ class Decoder:
             name = "where the target's rope factors change (longrope)"
         if prompt_tokens >= limit:
             raise UserError(
-                f"the prompt leaves no room: {prompt_tokens} prompt tokens, {wanted} new tokens asked for, "
-                f"{limit} is {name}"
+                f"the prompt leaves no room: {counted(prompt_tokens, 'prompt token')}, "
+                f"{counted(wanted, 'new token')} asked for, {limit} is {name}"
             )
         room = limit - prompt_tokens
-        return room, [f"max-new-tokens clamped from {wanted} to {room}: {prompt_tokens} prompt tokens, "
+        return room, [f"max-new-tokens clamped from {wanted} to {room}: {counted(prompt_tokens, 'prompt token')}, "
                       f"{limit} is {name}"]  # fmt: skip
 
     def verdicts(self) -> dict[str, dict[str, Any]]:

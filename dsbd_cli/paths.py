@@ -17,6 +17,14 @@ from dsbd_cli.errors import RunError, UserError
 FULL = (errno.ENOSPC, errno.EDQUOT)  # a disk or a quota is exhausted
 
 
+def expanded(text: str | Path) -> Path:
+    """A path with `~` and `~user` as the folders that they stand for; where nobody knows that folder, as it stands."""
+    try:
+        return Path(text).expanduser()
+    except RuntimeError:
+        return Path(text)
+
+
 def refuse_special(path: Path, what: str, instead: str) -> None:
     """Raise for devices, pipes and sockets: read whole, `/dev/zero` fills the memory and a pipe blocks.
 
@@ -41,20 +49,46 @@ def refuse_special(path: Path, what: str, instead: str) -> None:
 def refuse_unwritable(path: Path, option: str) -> None:
     """Raise early where a file cannot be made, before a model is loaded for it; nothing is written.
 
+    Folders above it that are missing are no fault: `make_parents` makes them when it is written.
+
     Raises:
-        UserError: a folder, a name that no file can have, no such parent folder, or no permission.
+        UserError: a folder, a name that no file can have, a file where a folder is to be, or no permission.
     """
     try:
         if path.is_dir() or not path.name:
             raise UserError(f"{option} {path} cannot be written: it is a folder, not a file")
-        if not path.absolute().parent.is_dir():
-            raise UserError(f"{option} {path} cannot be written: there is no folder {path.parent}")
-        place = path if path.exists() else path.absolute().parent
+        place = path if path.exists() else _nearest(path.absolute().parent)
+        if place != path and not place.is_dir():
+            raise UserError(f"{option} {path} cannot be written: {place} is {_what(place)}, not a folder")
+        _refuse_tilde(path, option)
     except (OSError, ValueError) as error:
         raise UserError(f"{option} {path}: {getattr(error, 'strerror', None) or error}") from None
-    if not os.access(place, os.W_OK):
-        why = "its file system is read-only" if _read_only(place) else f"no permission for {place}"
+    if why := _forbidden(place):
         raise UserError(f"{option} {path} cannot be written: {why}")
+
+
+def make_parents(path: Path, option: str) -> None:
+    """Make the folders above a file that is about to be written.
+
+    Raises:
+        UserError: they cannot be made.
+    """
+    make_folder(path.absolute().parent, f"{option} {path}", "written")
+
+
+def make_folder(path: Path, what: str, verb: str = "made") -> None:
+    """Make a folder, and those above it; one that is there stays as it is.
+
+    Args:
+        what: what cannot be made otherwise, with its option. verb: `made`, or `written` for a file in the folder.
+
+    Raises:
+        UserError: it cannot be made.
+    """
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"{what} cannot be {verb}: {error.strerror}") from None
 
 
 def refuse_foreign(path: Path, option: str, begin: str, what: str) -> None:
@@ -81,19 +115,45 @@ def refuse_foreign(path: Path, option: str, begin: str, what: str) -> None:
 
 
 def refuse_no_folder(path: Path, option: str) -> None:
-    """Raise early where a folder cannot be made because something else has that name, or that of a parent.
+    """Raise early where a folder cannot be made, or not be written to; `make_folder` makes it.
 
     Raises:
-        UserError: a file is in the way.
+        UserError: a file has that name, or that of a parent; or no permission.
     """
     try:
-        there = next(
-            place for place in (path, *path.absolute().parents) if place.exists() or place.is_symlink()
-        )
+        there = _nearest(path.absolute())
         if not there.is_dir():
-            raise UserError(f"{option} {path} is to be a folder, and {there} is a file: give another name")
-    except OSError as error:
-        raise UserError(f"{option} {path}: {error.strerror}") from None
+            raise UserError(
+                f"{option} {path} is to be a folder, and {there} is {_what(there)}: give another name"
+            )
+        _refuse_tilde(path, option)
+    except (OSError, ValueError) as error:
+        raise UserError(f"{option} {path}: {getattr(error, 'strerror', None) or error}") from None
+    if why := _forbidden(there):
+        raise UserError(f"{option} {path} cannot be written: {why}")
+
+
+def _nearest(path: Path) -> Path:
+    """The path, or the nearest above it that is there; a link that leads nowhere is there, too."""
+    return next(place for place in (path, *path.parents) if place.exists() or place.is_symlink())
+
+
+def _what(place: Path) -> str:
+    return "a file" if place.exists() else "a link that leads nowhere"
+
+
+def _refuse_tilde(path: Path, option: str) -> None:
+    """Raise for `~` that a shell left as it is, as they do behind `=`: a folder of that name would be made."""
+    first = path.parts[0]
+    if first.startswith("~") and expanded(first) != Path(first) and not Path(first).exists():
+        raise UserError(f"{option} {path}: the shell left {first} as it is: write {expanded(path)}")
+
+
+def _forbidden(place: Path) -> str:
+    """Why nothing can be written to what is there; empty where it can."""
+    if os.access(place, os.W_OK):
+        return ""
+    return "its file system is read-only" if _read_only(place) else f"no permission for {place}"
 
 
 @functools.cache

@@ -16,6 +16,7 @@ import yaml
 from dsbd_cli.errors import UserError
 from dsbd_cli.loading.spec import SPEC_FIELDS, PairSpec
 from dsbd_cli.names import near
+from dsbd_cli.paths import expanded
 from dsbd_cli.settings import FIELDS, MOST, SAMPLING_ONLY, Settings
 from dsbd_cli.strict_yaml import means_itself, read_mapping, refuse
 
@@ -102,7 +103,7 @@ def to_yaml(preset: Preset) -> str:
 
 
 def _find(text: str) -> Path:
-    path = Path(text).expanduser()
+    path = expanded(text)
     if path.is_dir() and (path.suffix in _SUFFIXES or "/" in text):
         raise UserError(f"preset {text} is a folder, not a YAML file")
     if path.suffix in _SUFFIXES or "/" in text or "\\" in text:
@@ -131,7 +132,7 @@ def _pair(path: Path, values: dict[str, Any], lines: dict[str, int]) -> PairSpec
 
 def _found(path: Path, source: Any) -> Any:
     """What a preset's file names: beside it if it is there, else as it stands."""
-    if isinstance(source, str) and source and not Path(source).expanduser().is_absolute():
+    if isinstance(source, str) and source and not expanded(source).is_absolute():
         beside = path.parent / source
         if beside.exists():
             return str(beside)

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from dsbd_cli.errors import UserError
+from dsbd_cli.names import near
 from dsbd_cli.settings import Settings, broken
 
 _KINDS = "a prompt is a text, a list of messages {role, content}, or a list of token ids"
+# Roles that every template knows or refuses by itself, and those that some know.
+_ROLES = ("system", "user", "assistant")
+_FURTHER_ROLES = ("tool", "developer", "function", "ipython", "model")
 Prompt = str | Sequence[Mapping[str, str]] | Sequence[int]
 
 
@@ -29,7 +33,8 @@ def encode(
 
     Raises:
         UserError: nothing asked, no BOS for an empty prompt, a template that refuses, ids out of the vocabulary,
-            a system turn for a model without a template, or beside one that the messages hold.
+            a system turn for a model without a template, or beside one that the messages hold; a role that the
+            template does not know, or a turn that it leaves out.
     """
     if isinstance(prompt, str):
         _check_text(prompt)
@@ -53,7 +58,8 @@ def encode(
     if items and all(isinstance(item, Mapping) for item in items):
         if not tokenizer.chat_template:
             raise UserError("the target has no chat template: give the prompt as text, not as messages")
-        for item in items:
+        for number, item in enumerate(items, start=1):
+            _check_role(item.get("role"), number, tokenizer)
             _check_text(item.get("content"))
         return _chat([dict(item) for item in items], tokenizer, settings)
     if not items:
@@ -76,6 +82,32 @@ def _check_text(text: Any) -> None:
         raise UserError(
             "the prompt is not UTF-8 text (it holds a broken byte or half a surrogate pair): mend its encoding"
         )
+
+
+def _check_role(role: Any, number: int, tokenizer: Any) -> None:
+    """Refuse a role that neither every template knows nor this one names.
+
+    Most templates write whatever stands there, and what the target says to a role that it has never seen looks like
+    an answer.
+
+    Args:
+        number: which of the messages it is, from 1.
+    """
+    template = tokenizer.chat_template
+    named = "\n".join(map(str, template.values())) if isinstance(template, Mapping) else str(template)
+    if role in _ROLES or (isinstance(role, str) and _names(named, role)):
+        return
+    # Those that it asks for; its prose may hold such words too.
+    known = [*_ROLES, *(word for word in _FURTHER_ROLES if f"'{word}'" in named or f'"{word}"' in named)]
+    raise UserError(
+        f"message {number} has the role {role!r}, which the target's chat template does not know"
+        f"{near(str(role), known)}: {', '.join(known)}"
+    )
+
+
+def _names(template: str, role: str) -> bool:
+    """Whether the role is a word of the template."""
+    return bool(role) and re.search(rf"(?<![\w-]){re.escape(role)}(?![\w-])", template) is not None
 
 
 def _bos(tokenizer: Any) -> int:
@@ -115,15 +147,45 @@ def _template(messages: list[dict[str, str]], tokenizer: Any) -> tuple[list[int]
     if last.get("role") == "assistant" and not goes_on and len(messages) > 1:
         messages = messages[:-1]  # nothing to go on from: the template opens that turn itself
     quoted, marks = _quote(messages, tokenizer)
+
+    def rendered(turns: list[dict[str, str]]) -> str:
+        how = {"add_generation_prompt": not goes_on, "continue_final_message": goes_on, "tokenize": False}
+        return str(tokenizer.apply_chat_template(turns, **how))
+
     try:
-        text = tokenizer.apply_chat_template(
-            quoted, add_generation_prompt=not goes_on, continue_final_message=goes_on, tokenize=False
-        )
+        text = rendered(quoted)
     except Exception as error:  # jinja raises many kinds; all of them are the template's own words
         said = _unquote(str(error), marks)
         raise UserError(f"the chat template refuses this prompt: {said} (--raw leaves it out)") from None
+    _check_whole(messages, rendered)
     ids, notes = _encode_quoted(text, marks, tokenizer)
     return _once_bos(ids, tokenizer), notes
+
+
+def _check_whole(messages: list[dict[str, str]], rendered: Callable[[list[dict[str, str]]], str]) -> None:
+    """Refuse a conversation of which the template leaves out a turn without a word, as some do with roles.
+
+    Templates trim, shorten and quote what is said, so that other words are looked for, which leave nothing to change.
+
+    Args:
+        rendered: makes the template's text of messages.
+    """
+    if len(messages) == 1:
+        return
+    marked = [turn | {"content": f"turn{place}words"} for place, turn in enumerate(messages)]
+    try:
+        text = rendered(marked)
+    except Exception:  # it looks for something in the words that these have not
+        return
+    for place, (turn, mark) in enumerate(zip(messages, marked, strict=True), start=1):
+        said = turn.get("content")
+        silent = isinstance(said, str) and not said.strip()
+        # A turn with more keys may be one of calls, written as its calls.
+        if mark["content"] not in text and not silent and turn.keys() == {"role", "content"}:
+            raise UserError(
+                f"the target's chat template leaves out message {place}, of role {turn['role']!r}: "
+                "leave it out too, or give its words to another turn"
+            )
 
 
 # Special words in a turn. They are text there: `</s>` that somebody types must not end their turn. The template

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from dsbd_cli.counted import counted
 from dsbd_cli.errors import UserError
 from dsbd_cli.names import named, near
 
@@ -129,7 +130,9 @@ class Settings:
             object.__setattr__(self, "min_width", self.width)
         _check_widths(self.min_width, self.width)
         if self.num_return > self.beams:
-            raise UserError(f"num-return {self.num_return} is more than the {self.beams} beam(s) of this run")
+            raise UserError(
+                f"num-return {self.num_return} is more than the {counted(self.beams, 'beam')} of this run"
+            )
         if self.draws == "distinct" and self.width_rule == "paper" and self.threshold is not None:
             raise UserError("width-rule paper counts iid draws: beside draws distinct, leave it out")
         for name in NO_DRAWS:

@@ -97,7 +97,9 @@ def test_presets_on_disk_are_seen(monkeypatch, tmp_path):
 
     monkeypatch.setenv("DSBD_CACHE", str(tmp_path))
     before = doctor.examine()["presets"]["smol"]
-    folder_of_sum(SMOLLM2.sha256, tmp_path).mkdir(parents=True)
+    converted = folder_of_sum(SMOLLM2.sha256, tmp_path)
+    converted.mkdir(parents=True)
+    (converted / "config.json").write_text("{}")
     after = doctor.examine()["presets"]["smol"]
     assert before.startswith("target to be downloaded")
     assert after.startswith("target on disk")

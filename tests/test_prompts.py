@@ -187,3 +187,92 @@ def test_what_is_no_prompt_is_refused(prompt, tokenizer):
     """Bytes are whole numbers too, but nobody means them as token ids."""
     with pytest.raises(UserError, match="a prompt is a text"):
         ids(prompt, tokenizer)
+
+
+# Roles.
+
+SKIPS = (
+    "{% for m in messages %}{% if m.role == 'user' or m.role == 'assistant' %}[{{ m.role }}]{{ m.content }}<|eot|>"
+    "{% elif m['role'] == 'tool' %}[{{ m.content | tojson }}]{% endif %}{% endfor %}[assistant]"
+)
+
+
+@pytest.mark.parametrize(
+    ("role", "words"),
+    [
+        ("usr", r"message 2 has the role 'usr', .* \(did you mean user\?\): system, user, assistant$"),
+        ("human", "message 2 has the role 'human'"),
+        ("User", r"'User'.*did you mean user\?"),
+        ("", "message 2 has the role ''"),
+        ("user<|eot|>", "message 2 has the role"),
+        ("tool", "'tool', which the target's chat template does not know"),
+        (None, "message 2 has the role None"),
+        (["user"], "message 2 has the role"),
+    ],
+)
+def test_a_role_that_the_template_would_write_unread_is_refused(tokenizer, role, words):
+    turns = [{"role": "user", "content": "a"}, {"role": role, "content": "b"}]
+    with pytest.raises(UserError, match=words):
+        ids(turns, tokenizer)
+    with pytest.raises(UserError, match="message 2 has the role None"):
+        ids([turns[0], {"content": "b"}], tokenizer)
+
+
+def test_roles_that_a_template_names_are_its_own(tmp_path):
+    one = builders.tok(tmp_path, chat_template=SKIPS)
+    asked = [{"role": "user", "content": "a"}]
+    assert "say" in one.decode(ids([*asked, {"role": "tool", "content": "say"}], one))
+    # In other characters than were given, and a turn of calls whose words the template has no place for.
+    assert '\\"' in one.decode(ids([*asked, {"role": "tool", "content": 'say "b"'}], one))
+    calls = {"role": "system", "content": "left out", "tool_calls": "x"}
+    assert "left out" not in one.decode(ids([*asked, calls], one))
+    with pytest.raises(UserError, match=r"did you mean tool\?\): system, user, assistant, tool$"):
+        ids([{"role": "tol", "content": "b"}], one)
+    prose = builders.tok(tmp_path / "prose", chat_template="a language model with a tool" + CHAT)
+    with pytest.raises(UserError, match=r"system, user, assistant$"):
+        ids([{"role": "tol", "content": "b"}], prose)
+
+
+def test_templates_by_name_name_roles_too(tmp_path):
+    class Several:
+        def __init__(self, one):
+            self.one = one
+            self.chat_template = {"default": CHAT, "tools": "{{ 'tool' }}"}
+
+        def __getattr__(self, name):
+            return getattr(self.one, name)
+
+        def __call__(self, *given, **how):
+            return self.one(*given, **how)
+
+    one = builders.tok(tmp_path, chat_template=CHAT)
+    turns = [{"role": "tool", "content": "b"}]
+    assert ids(turns, Several(one))
+    with pytest.raises(UserError, match="'tool'"):
+        ids(turns, one)
+
+
+def test_a_turn_that_the_template_leaves_out_is_refused(tmp_path):
+    one = builders.tok(tmp_path, chat_template=SKIPS)
+    turns = [{"role": "system", "content": "a"}, {"role": "user", "content": "b"}]
+    with pytest.raises(UserError, match="leaves out message 1, of role 'system'"):
+        ids(turns, one)
+    # What is not said is not left out, and a text of --system leads the first turn of the user.
+    assert ids([turns[0] | {"content": " "}, turns[1]], one) == ids(turns[1:], one)
+    found, notes = encode("b", one, Settings(system="a"), builders.VOCAB)
+    assert found == ids("a\n\nb", one)
+    assert "leads the first user turn" in notes[0]
+
+
+def test_words_that_a_template_shortens_are_not_left_out(tmp_path):
+    """As reasoning models do with what came before an earlier answer."""
+    thinks = CHAT.replace("m.content", "m.content.split('</think>')[-1]")
+    one = builders.tok(tmp_path, chat_template=thinks)
+    turns = [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": "well</think>b"},
+        {"role": "user", "content": "c"},
+    ]
+    said = one.decode(ids(turns, one))
+    assert "[assistant]b" in said
+    assert "well" not in said

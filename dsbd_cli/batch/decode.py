@@ -13,6 +13,7 @@ from dsbd_cli.errors import UserError
 from dsbd_cli.many import Answer, Asked, Batch, Load, Pulse
 from dsbd_cli.result import Result
 from dsbd_cli.settings import Settings
+from dsbd_cli.ui.summary import few_beams
 
 if TYPE_CHECKING:
     from dsbd_cli.decoder import Decoder
@@ -64,7 +65,9 @@ def decode_items(
             yield item, head | {"error": str(answer.error)}, None
             continue
         answer.result.stats.kv_bytes_allocated = None
-        record = head | answer.result.to_dict() | ({"notes": answer.notes} if answer.notes else {})
+        few = few_beams(answer.result)
+        notes = [*answer.notes, *([] if few is None else [few])]
+        record = head | answer.result.to_dict() | ({"notes": notes} if notes else {})
         yield item, record, answer.result
 
 

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from dsbd_cli.counted import counted
 from dsbd_cli.tally import ratio
 from dsbd_cli.ui.screen import Screen
 
@@ -117,8 +118,9 @@ class BatchProgress:
         return parts
 
     def _line(self, load: Load | None) -> str:
+        of = self._done if self._total is None else self._total
         parts = [
-            f"{self._done}/{self._total} prompts",
+            f"{self._done}/{counted(of, 'prompt')}",
             f"{time.monotonic() - self._began:.0f} s",
             self._speed(load),
             _under_way(load) if load is not None and load.running else "",

@@ -19,6 +19,7 @@ from dsbd_cli.batch.items import Item, form_of, read_items
 from dsbd_cli.batch.notes import Notes
 from dsbd_cli.batch.progress import BatchProgress
 from dsbd_cli.batch.store import Store
+from dsbd_cli.counted import all_are, counted, of_were
 from dsbd_cli.errors import Stopped, UserError
 from dsbd_cli.group import joined
 from dsbd_cli.idle import draws_nothing
@@ -77,8 +78,8 @@ def run_file(
     try:
         # What differs in settings or input is told before minutes of loading; other files, perhaps, after.
         if group.agreed(shard.world == 1 and store.is_of(facts, seed_given) and store.is_whole):
-            tell(f"all {len(items)} prompts are done already: {output}")
-            _say_refused(len(store.refused), len(items), output)
+            tell(f"{all_are(len(items), 'prompt')} done already: {output}")
+            _say_refused(store.refused, len(items), source, output)
             return results
         device = shard.device() if team.size == 1 else None  # a team has chosen its cards
         places: dict[str, Any] = {"target_device": device, "draft_device": device} if device else {}
@@ -91,19 +92,19 @@ def run_file(
             facts["prices"] = prices
         seed = group.agreed(store.claim(facts, seed_given))
         if group.agreed(shard.world == 1 and store.is_whole):
-            tell(f"all {len(items)} prompts are done already: {output}")
-            _say_refused(len(store.refused), len(items), output)
+            tell(f"{all_are(len(items), 'prompt')} done already: {output}")
+            _say_refused(store.refused, len(items), source, output)
             return results
         mine = [item for item in items if shard.owns(item.index)]
         done = group.agreed(store.done)
         if resumed := sum(item.index in done for item in mine):
-            tell(f"{resumed} of {len(mine)} prompts are done already: going on")
-        refused = 0
-        refused_before = sum(shard.owns(index) for index in store.refused)
+            tell(f"{resumed} of {counted(len(mine), 'prompt')} are done already: going on")
+        refused: dict[int, str] = {}
+        refused_before = {index: why for index, why in store.refused.items() if shard.owns(index)}
 
         from dsbd_cli.batch.decode import Running, decode_items
 
-        notes = Notes(tell, "line" if source.suffix == ".txt" else "prompt")
+        notes = Notes(tell, _counted(source))
         left = [item for item in mine if item.index not in done]
         # Processes that share a terminal would draw over each other.
         shows = shard.rank == 0 or not bar
@@ -116,17 +117,17 @@ def run_file(
                 for item, record, result in come:
                     store.add(item.index, record)
                     notes.add(item.index + 1, record)
-                    refused += result is None
+                    refused |= {item.index: record["error"]} if result is None else {}
                     results += [] if result is None else [result]
                     progress.step(result, running.load())
                 notes.finish()
             store.finish()
         except KeyboardInterrupt:
-            there = f"{resumed + refused + len(results)} of {len(mine)} prompts"
+            there = f"{resumed + len(refused) + len(results)} of {counted(len(mine), 'prompt')}"
             raise Stopped(f"stopped with {there}; the same command goes on") from None
         if not seed_given and shard.rank == 0 and not draws_nothing(settings):
             tell(f"seed {seed}")
-        _say_refused(refused + refused_before, len(mine), output)
+        _say_refused(refused_before | refused, len(mine), source, output)
         return results
     finally:
         store.close()
@@ -136,11 +137,24 @@ def _silent(line: str) -> None:
     """A `Tell` that says nothing."""
 
 
-def _say_refused(refused: int, total: int, output: Path) -> None:
-    """A run ends alike whether its prompts were refused now or by the run that it went on from."""
+def _counted(source: Path) -> str:
+    """What the number of a prompt of a file counts: blank lines of JSON are none."""
+    return "line" if form_of(source) == "text" else "prompt"
+
+
+def _say_refused(refused: Mapping[int, str], total: int, source: Path, output: Path) -> None:
+    """A run ends alike whether its prompts were refused now or by the run that it went on from.
+
+    Args:
+        refused: why, by index.
+    """
     if refused:
-        others = "; the others are done" if refused < total else ""
-        raise UserError(f"{refused} of {total} prompts were refused{others}: see `error` in {output}")
+        others = "; the others are done" if len(refused) < total else ""
+        first = min(refused)
+        why = f"{_counted(source)} {first + 1}: {refused[first]}"
+        raise UserError(
+            f"{of_were(len(refused), total, 'prompt')} refused{others}; {why} (all in `error` of {output})"
+        )
 
 
 def _as_begun(
@@ -282,7 +296,7 @@ def run_lines(
                 total = item.index + 1
     except KeyboardInterrupt:
         raise Stopped(
-            f"stopped after {total} line{'' if total == 1 else 's'}; --input with --output can go on later"
+            f"stopped after {counted(total, 'line')}; --input with --output can go on later"
         ) from None
     notes.finish()
     beams = [beam for result in results for beam in result.beams]
@@ -292,7 +306,7 @@ def run_lines(
     if settings.seed is None and not draws_nothing(settings):
         tell(f"seed {seed}")
     if refused:
-        raise UserError(f"{len(refused)} of {total} prompts were refused; {refused[0]}")
+        raise UserError(f"{of_were(len(refused), total, 'prompt')} refused; {refused[0]}")
     return results
 
 

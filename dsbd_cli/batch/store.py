@@ -20,7 +20,7 @@ from dsbd_cli.batch.records import Records, index_of, lines_of
 from dsbd_cli.batch.shard import Shard, dealt
 from dsbd_cli.batch.watch import Watch, part_of
 from dsbd_cli.errors import UserError
-from dsbd_cli.paths import refuse_special, refuse_unwritable, write_whole
+from dsbd_cli.paths import make_parents, refuse_special, refuse_unwritable, write_whole
 
 
 class Store:
@@ -44,6 +44,7 @@ class Store:
             # /dev/stdout is a regular file where the shell sent it to one.
             raise UserError(f"--output {path} is a stream, not a file: for stdout there is --lines")
         refuse_special(path, f"--output {path}", "it is read again to go on; for a pipe there is --lines")
+        make_parents(path, "--output")
         self.path, self.total, self.shard, self.tell = path, total, shard, tell
         self.sidecar = path.with_name(path.name + ".run.json")
         self._early = path.with_name(path.name + ".early")
@@ -82,7 +83,8 @@ class Store:
 
     def _cut(self, file: Records) -> None:
         if file.cut():
-            self.tell(f"dropped a torn last line of {file.path.name}: its prompt is done again")
+            again = "" if self.is_whole else ": its prompt is done again"
+            self.tell(f"dropped a torn last line of {file.path.name}{again}")
 
     def close(self) -> None:
         """Let go of the files; one that has no record goes away."""
@@ -112,10 +114,11 @@ class Store:
         return not changed and known.get("sources") == facts.get("sources")
 
     @property
-    def refused(self) -> set[int]:
-        """Indices of the prompts whose record says that they were refused."""
+    def refused(self) -> dict[int, str]:
+        """Why prompts were refused, by index, of those whose record says so."""
         lines = self._parts | dict(enumerate(self._whole))
-        return {index for index, line in lines.items() if b'"error"' in line and "error" in json.loads(line)}
+        records = {index: json.loads(line) for index, line in lines.items() if b'"error"' in line}
+        return {index: str(record["error"]) for index, record in records.items() if "error" in record}
 
     @property
     def done(self) -> set[int]:

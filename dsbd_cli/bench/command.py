@@ -11,7 +11,7 @@ from dsbd_cli.bench.files import Record, differences, key_of
 from dsbd_cli.bench.measure import Backend
 from dsbd_cli.bench.plan import Plan
 from dsbd_cli.bench.prepare import check_plan, fingerprint, make_judge, open_pair
-from dsbd_cli.bench.progress import BenchProgress, tell
+from dsbd_cli.bench.progress import BenchProgress, draws, tell
 from dsbd_cli.bench.prompting import Prompter, prompter_of_spec
 from dsbd_cli.bench.resume import cut_items
 from dsbd_cli.bench.runner import Job, Runner
@@ -21,6 +21,7 @@ from dsbd_cli.bench.store import Store
 from dsbd_cli.bench.together import TogetherRunner
 from dsbd_cli.bench.windows import windows_of
 from dsbd_cli.bench.world import World
+from dsbd_cli.counted import all_are, counted
 from dsbd_cli.errors import Stopped
 from dsbd_cli.loading.stamp import stamps
 from dsbd_cli.others import Window
@@ -57,7 +58,7 @@ def run_bench(plan: Plan, *, open_backend: Callable[[Plan, World], Backend] = op
             jobs = plan.jobs()
             done = {key_of(record) for record in results}
             if first and world.size == 1 and _finished(store, facts, _sources(plan), jobs, done):
-                tell(f"all {len(jobs)} answers are there already: {plan.out}")
+                tell(f"{all_are(len(jobs), 'answer')} there already: {plan.out}")
             else:
                 world.start()
                 try:
@@ -111,6 +112,11 @@ def _measure(
     from dsbd_cli.bench.figures import Figures  # scipy takes a second to import
 
     _collect(world, store, results)
+    if world.rank == 0 and not draws():  # what is drawn says it, below the waiting line
+        given = {key_of(record) for record in results}
+        left = counted(sum(job.key not in given for job in plan.jobs()), "answer")
+        arms, items = counted(len(plan.arms), "arm"), counted(len(plan.dataset.items), "item")
+        tell(f"{left} to give ({arms}, {items}), into {plan.out}: loading the models")
     backend = open_backend(plan, world)
     facts = {**facts, "models": backend.facts(), "devices": _device_names(backend)}
     session = context.session(backend.devices(), context.command_line())
@@ -148,13 +154,13 @@ def _measure(
     mine = [job for job in plan.jobs() if job.item.id in own]
     todo = [job for job in mine if job.key not in done]
     if len(todo) < len(mine) and world.rank == 0:
-        tell(f"{len(mine) - len(todo)} of {len(mine)} answers are there already: going on")
+        tell(f"{len(mine) - len(todo)} of {counted(len(mine), 'answer')} are there already: going on")
     together = plan.options.batch != 1
     runner = (TogetherRunner if together else Runner)(backend, prompter, scorer, plan.seed, plan.stops)
     figures = Figures(PRIMARY[plan.dataset.kind][0], (arm.name for arm in plan.arms))
     figures.add(results)
     written = 0
-    label = f"{plan.dataset.label}, {len(plan.arms)} arms"
+    label = f"{plan.dataset.label}, {counted(len(plan.arms), 'arm')}"
     watched = Window()
     try:
         with BenchProgress(len(mine), len(mine) - len(todo), figures, label, world.rank == 0) as progress:
@@ -178,7 +184,7 @@ def _measure(
                     runner.warm_up(list(waiting.values()), todo[0].item)
                     runner.run(todo, lambda record: write([record]), progress, common)
     except KeyboardInterrupt:
-        there = f"{len(done) + written} of {len(plan.jobs())} answers"
+        there = f"{len(done) + written} of {counted(len(plan.jobs()), 'answer')}"
         raise Stopped(f"stopped with {there}; the same command goes on") from None
     finally:
         if world.rank == 0:
@@ -195,8 +201,8 @@ def _drop_cut(plan: Plan, store: Store, results: list[Record], arms: Collection[
     if len(kept) < len(results):
         names = ", ".join(sorted({item for item, _ in cut}))
         tell(
-            f"{len(results) - len(kept)} answer(s) to {names} are given again: the run was cut there, and clocks of "
-            "two sessions are no pair"
+            f"{counted(len(results) - len(kept), 'answer')} to {names}: given again, for the run was cut there, and "
+            "clocks of two sessions are no pair"
         )
         results[:] = kept
         store.write_results(results)
@@ -234,7 +240,7 @@ def _merge(world: World, store: Store, results: list[Record], written: int) -> N
     if gathered is not None:
         new = _add_new(results, gathered)
         if world.tensor_parallel == 1 and new != total:
-            tell(f"{total - new} results were given twice and are counted once")
+            tell(f"given twice and counted once: {counted(total - new, 'result')}")
         store.write_results(results)
     world.broadcast(True)
     store.drop_own_part()

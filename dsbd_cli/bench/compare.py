@@ -19,8 +19,10 @@ from dsbd_cli.bench.summary import with_ratings
 from dsbd_cli.bench.table import Column, Table
 from dsbd_cli.bench.terminal import in_width, table_text
 from dsbd_cli.bench.windows import clocks
+from dsbd_cli.counted import counted
 from dsbd_cli.errors import UserError
 from dsbd_cli.names import near
+from dsbd_cli.paths import make_folder
 
 
 @dataclass(frozen=True)
@@ -108,7 +110,7 @@ def _compare(mine: Side, base: Side, arms: Sequence[str]) -> Comparison:
     names = _names(mine, base)
     labelled = [(f"{names[0]}: {left}", f"{names[1]}: {right}", entry) for left, right, entry in found]
     items = len({record["item"] for record, _ in both})
-    head = f"{names[0]} against {names[1]}: {mine.run['data']['label']}, {items} items in both"
+    head = f"{names[0]} against {names[1]}: {mine.run['data']['label']}, {counted(items, 'item')} in both"
     return Comparison(
         head,
         _notes(mine, base, both),
@@ -195,8 +197,5 @@ def _flat(value: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 def write_comparison(comparison: Comparison, folder: Path) -> None:
     """Both tables as CSV, Markdown and LaTeX in `folder/tables`."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"--out {folder} cannot be made: {error.strerror}") from None
+    make_folder(folder, f"--out {folder}")
     export.write_tables(folder, {"compare": comparison.tables})

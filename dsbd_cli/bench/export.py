@@ -12,6 +12,7 @@ from typing import Any
 from dsbd_cli.bench.files import Record, write_whole
 from dsbd_cli.bench.table import Table
 from dsbd_cli.bench.tables import NAMES
+from dsbd_cli.paths import make_folder
 
 FOLDER = "tables"
 _SUFFIXES = (".csv", ".md", ".tex")
@@ -78,7 +79,7 @@ def write_tables(folder: Path, named: Mapping[str, Sequence[Table]]) -> None:
         named: tables of each run; the run's name begins the files' where there are several runs.
     """
     place = folder / FOLDER
-    place.mkdir(exist_ok=True)
+    make_folder(place, str(place))
     for old in place.glob("*"):  # of an earlier report, which may have held more tables
         if old.suffix in _SUFFIXES and old.stem.split("-")[-1] in (*NAMES, "items"):
             old.unlink()

@@ -66,8 +66,15 @@ def differences(there: Mapping[str, Any], here: Mapping[str, Any], prefix: str =
         if isinstance(one, Mapping) and isinstance(two, Mapping):
             found.append(differences(one, two, f"{prefix}{name}."))
         else:
-            found.append(f"{prefix}{name} ({one}, now {two})")
+            found.append(f"{prefix}{name} ({_word(one)}, now {_word(two)})")
     return ", ".join(found)
+
+
+def _word(value: Any) -> str:
+    """A fact in words: none, or what a thing is called and is."""
+    if isinstance(value, Mapping):
+        return ", ".join(f"{name} {_word(fact)}" for name, fact in value.items())
+    return "none" if value is None else str(value)
 
 
 def mend_ratings(folder: Path) -> None:

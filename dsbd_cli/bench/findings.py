@@ -101,7 +101,8 @@ def _outlying(entry: Mapping[str, Any]) -> str:
 def _quality(entry: Mapping[str, Any], what: str, n: int | None) -> str:
     what = escape(what)
     if entry["differing"] == 0:
-        return f"the <b>same</b> {what} on each of {entry['items']} items"
+        each = "the one item" if entry["items"] == 1 else f"each of {entry['items']} items"
+        return f"the <b>same</b> {what} on {each}"
     verdict = _verdict(
         entry, 0.0, f"<b>better</b> {what}", f"<b>worse</b> {what}", f"no difference in {what} shown"
     )

@@ -13,6 +13,7 @@ from dsbd_cli.bench.html_style import CSS
 from dsbd_cli.bench.paired_tables import comparisons
 from dsbd_cli.bench.table import Table
 from dsbd_cli.bench.terminal import batch_line, energy_line
+from dsbd_cli.counted import counted
 
 Run = Mapping[str, Any]
 
@@ -129,7 +130,10 @@ def _head(run: Run, several: bool) -> str:
         )
     skipped = "; ".join(f"{count} left out: {reason}" for reason, count in data["skipped"].items())
     facts = [
-        ("Data", f"{data['label']}; {data['items']} items asked{'; ' + skipped if skipped else ''}"),
+        (
+            "Data",
+            f"{data['label']}; {counted(data['items'], 'item')} asked{'; ' + skipped if skipped else ''}",
+        ),
         ("Score", f"{run['primary'][1]}{_judge(run)}"),
         ("Pair", _pair(run)),
         ("Machine", _machine(run)),
@@ -172,7 +176,7 @@ def _machine(run: Run) -> str:
     session = run["sessions"][-1]
     devices = ", ".join(dict.fromkeys(session["devices"].values()))
     packages = ", ".join(f"{name} {version}" for name, version in session["packages"].items() if version)
-    cores = f"{session['cores']} cores, {session['threads']} threads"
+    cores = f"{counted(session['cores'], 'core')}, {counted(session['threads'], 'thread')}"
     more = f", {session['processes']} processes" if session.get("processes", 1) > 1 else ""
     return f"{devices} ({cores}{more}); {packages}; Python {session['python']}"
 

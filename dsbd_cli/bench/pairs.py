@@ -12,6 +12,7 @@ from dsbd_cli.bench import stats
 from dsbd_cli.bench.files import Record
 from dsbd_cli.bench.sessions import Session, alike
 from dsbd_cli.bench.stats import Estimate
+from dsbd_cli.counted import counted
 
 Pair = tuple[Record, Record]
 
@@ -39,7 +40,9 @@ def within_sessions(pairs: Sequence[Pair], sessions: Sequence[Session]) -> Clock
     if same or not pairs:
         left = len({one["item"] for one, _ in pairs} - {one["item"] for one, _ in same})
         what = "window" if pairs and "answers" in pairs[0][0] else "item"
-        note = f"{left} {what}(s) left out of speed and energy: answered in two sessions" if left else None
+        note = (
+            f"{counted(left, what)} left out of speed and energy: answered in two sessions" if left else None
+        )
         return Clocked(same, note)
 
     def circumstances(record: Record) -> Session:

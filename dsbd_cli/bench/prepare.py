@@ -14,6 +14,7 @@ from dsbd_cli.bench.prompting import Prompter, check_prompts
 from dsbd_cli.bench.score import Scorer
 from dsbd_cli.bench.scoring.mt_bench import Judge
 from dsbd_cli.bench.world import World
+from dsbd_cli.counted import counted
 from dsbd_cli.errors import UserError
 from dsbd_cli.ui import waiting
 from dsbd_cli.version import __version__
@@ -62,11 +63,13 @@ def check_plan(plan: Plan, prompter: Prompter, scorer: Scorer) -> Plan:
             raise UserError(f"{dataset.source}: no gold query works; {first[0]}: {first[1]}")
         skipped = {**dataset.skipped, "gold query fails": len(faults)}
         dataset = dataclasses.replace(dataset, items=good, skipped=skipped)
-        tell(f"left out, because the gold query fails: {len(faults)} item(s); {first[0]}: {first[1]}")
+        tell(
+            f"left out, because the gold query fails: {counted(len(faults), 'item')}; {first[0]}: {first[1]}"
+        )
     checked = check_prompts(prompter, dataset)
     if len(checked.items) < len(dataset.items):
         reason, count = list(checked.skipped.items())[-1]
-        tell(f"left out, {reason}: {count} item(s)")
+        tell(f"left out, {reason}: {counted(count, 'item')}")
     return dataclasses.replace(plan, dataset=checked)
 
 

@@ -7,11 +7,13 @@ import time
 from collections.abc import Iterable, Mapping
 from typing import Any, Protocol
 
+from dsbd_cli.counted import counted
 from dsbd_cli.ui import waiting
 from dsbd_cli.ui.look import folded, moves_cursor
 from dsbd_cli.ui.screen import Screen
 
-EVERY_S = 30.0
+# A line where there is no bar: soon, or a run that loads and warms up looks like one that hangs; then now and then.
+FIRST_S, EVERY_S = 2.0, 30.0
 _ROWS = 14
 
 
@@ -21,6 +23,11 @@ def tell(line: str) -> None:
     with waiting.above():
         screen.write(folded(f"dsbd: {line}", sys.stderr) + "\n")
         screen.flush()
+
+
+def draws() -> bool:
+    """Whether progress is drawn; a terminal that cannot move its cursor gets the lines of a pipe."""
+    return Screen().isatty() and moves_cursor()
 
 
 class Figures(Protocol):
@@ -46,29 +53,31 @@ class BenchProgress:
     def __init__(self, total: int, done: int, figures: Figures, label: str, visible: bool = True) -> None:
         self._total, self._done, self._before = total, done, done
         self._figures, self._label = figures, label
-        self._began = self._told = time.monotonic()
+        self._began = time.monotonic()
+        self._due = self._began + FIRST_S
         self._visible = visible
         self._live: Any = None
         self._stage = ""
+        self._said = done
 
     def __enter__(self) -> BenchProgress:
-        screen = Screen()
         waiting.ready()
-        # A terminal that cannot move its cursor gets the lines of a pipe.
-        if self._visible and screen.isatty() and moves_cursor():
+        if self._visible and draws():
             from rich.console import Console
             from rich.live import Live
 
-            console = Console(file=screen)  # type: ignore[arg-type]
+            console = Console(file=Screen())  # type: ignore[arg-type]
             self._live = Live(
                 console=console, get_renderable=self._picture, refresh_per_second=4, transient=True
             )
             self._live.start()
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, *error: object) -> None:
         if self._live is not None:
             self._live.stop()
+        elif self._visible and not any(error) and self._said < self._done:
+            self._tell()
 
     def stage(self, text: str) -> None:
         """What is being done now."""
@@ -79,19 +88,25 @@ class BenchProgress:
         """One more answer is there."""
         self._done += 1
         self._figures.add([record])
+        self._stage = ""
         self._note()
 
     def _note(self) -> None:
-        if not self._visible or self._live is not None or time.monotonic() - self._told < EVERY_S:
-            return
-        self._told = time.monotonic()
+        now = time.monotonic()
+        if self._visible and self._live is None and now >= self._due:
+            self._due = now + EVERY_S
+            self._tell()
+
+    def _tell(self) -> None:
+        self._said = self._done
         now = f"; now {self._stage}" if self._stage else ""
-        tell(f"{self._done}/{self._total} answers, {self._clock()}{self._speeds()}{now}")
+        tell(f"{self._done}/{counted(self._total, 'answer')}, {self._clock()}{self._speeds()}{now}")
 
     def _clock(self) -> str:
         spent = time.monotonic() - self._began
         new = self._done - self._before
-        left = "" if not new else f", about {_span(spent / new * (self._total - self._done))} left"
+        going = new and self._done < self._total
+        left = f", about {_span(spent / new * (self._total - self._done))} left" if going else ""
         return f"{_span(spent)}{left}"
 
     def _speeds(self) -> str:
@@ -108,7 +123,9 @@ class BenchProgress:
             Text(self._label),
             # One row each, whatever the width: rows that come and go would make the table jump.
             Text(
-                f"{self._done} of {self._total} answers, {self._clock()}", no_wrap=True, overflow="ellipsis"
+                f"{self._done} of {counted(self._total, 'answer')}, {self._clock()}",
+                no_wrap=True,
+                overflow="ellipsis",
             ),
             Text(self._stage, no_wrap=True, overflow="ellipsis"),
         ]
@@ -122,7 +139,7 @@ class BenchProgress:
         arms = self._figures.arms()
         for arm in arms[:_ROWS]:
             table.add_row(Text(arm), *self._figures.line(arm))
-        more = [Text(f"and {len(arms) - _ROWS} more arms")] if len(arms) > _ROWS else []
+        more = [Text(f"and {counted(len(arms) - _ROWS, 'more arm')}")] if len(arms) > _ROWS else []
         return Group(*head, bar, table, *more)
 
 

@@ -15,6 +15,7 @@ from dsbd_cli.bench import canvas, export, html, plots, tables
 from dsbd_cli.bench.files import SUMMARY, read_ratings, read_results, read_run, write_whole
 from dsbd_cli.bench.summary import summarize, with_ratings
 from dsbd_cli.errors import UserError
+from dsbd_cli.paths import make_folder, refuse_no_folder
 
 REPORT = "report.html"
 _SWEPT = ("threshold", "draft_width", "gamma", "min_width", "width", "top_k", "top_p", "temperature")
@@ -31,8 +32,10 @@ def write_report(folders: Sequence[Path], out: Path | None = None) -> Path:
         That folder.
 
     Raises:
-        UserError: a folder that holds no results.
+        UserError: a folder that holds no results, or a place that cannot be written to.
     """
+    target = out or (folders[0] if len(folders) == 1 else Path("bench-report"))
+    refuse_no_folder(target, "--out")
     runs: list[dict[str, Any]] = []
     answers = []
     for folder in folders:
@@ -52,8 +55,7 @@ def write_report(folders: Sequence[Path], out: Path | None = None) -> Path:
         answers.append(
             with_ratings(results, ratings, run.get("judge")) if summary["primary"][0] == "rating" else results
         )
-    target = out or (folders[0] if len(folders) == 1 else Path("bench-report"))
-    target.mkdir(parents=True, exist_ok=True)
+    make_folder(target, f"--out {target}")
     document = {"format": 2, "runs": runs}
     write_whole(target / SUMMARY, json.dumps(document, ensure_ascii=False, indent=1, allow_nan=False) + "\n")
     named = {run["name"]: list(tables.tables(run)) for run in runs}

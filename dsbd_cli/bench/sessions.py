@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from dsbd_cli.counted import counted
 from dsbd_cli.others import BUSY, took
 
 Session = Mapping[str, Any]
@@ -57,8 +58,8 @@ def busy(session: Session) -> str | None:
     if _load(session) < _LOADED:
         return None
     return (
-        f"it began at a load average of {session['load']:.1f} on {_cores(session)} cores (what this machine did in the "
-        "minute before, its own loading included); its clocks may tell of others' work"
+        f"it began at a load average of {session['load']:.1f} on {counted(_cores(session), 'core')} (what this "
+        "machine did in the minute before, its own loading included); its clocks may tell of others' work"
     )
 
 

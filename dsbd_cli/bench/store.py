@@ -28,7 +28,9 @@ from dsbd_cli.bench.files import (
     read_run,
     write_whole,
 )
+from dsbd_cli.counted import counted
 from dsbd_cli.errors import UserError
+from dsbd_cli.paths import make_folder
 
 Tell = Callable[[str], None]
 
@@ -47,10 +49,7 @@ class Store:
 
     def __init__(self, folder: Path, rank: int, world: int, tell: Tell) -> None:
         self.folder, self.rank, self.world, self.tell = folder, rank, world, tell
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise UserError(f"--out {folder} cannot be made: {error.strerror}") from None
+        make_folder(folder, f"--out {folder}")
         name = ".lock" if rank == 0 else f".lock.rank-{rank}-of-{world}"
         self._lock = FileLock(str(folder / name))
         try:
@@ -167,7 +166,7 @@ class Store:
         parts = part_files(self.folder)
         records, torn = read_files([path, *parts])
         if torn:
-            self.tell(f"dropped {torn} torn line(s) of {RESULTS}: those items are done again")
+            self.tell(f"dropped {counted(torn, 'torn line')} of {RESULTS}: those items are done again")
         if torn or any(part.stat().st_size for part in parts):
             self.write_results(records.values())
         drop(parts)

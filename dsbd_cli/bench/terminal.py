@@ -12,6 +12,7 @@ from typing import Any
 
 from dsbd_cli.bench import tables
 from dsbd_cli.bench.table import Table
+from dsbd_cli.counted import counted
 
 
 def text_table(names: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -74,7 +75,9 @@ def summary_text(folder: Path, width: int | None = None) -> str:
     for run in document["runs"]:
         data = run["data"]
         out.write(
-            "\n" + in_width(f"{run['name']}: {data['label']}, {data['items']} items asked", width) + "\n"
+            "\n"
+            + in_width(f"{run['name']}: {data['label']}, {counted(data['items'], 'item')} asked", width)
+            + "\n"
         )
         out.write(in_width(models_line(run), width) + "\n")
         out.write(in_width(f"score = {run['primary'][1]}; {energy_line(run)}", width) + "\n")

@@ -13,6 +13,7 @@ from dsbd_cli.bench.measure import Answer, Cost
 from dsbd_cli.bench.progress import BenchProgress
 from dsbd_cli.bench.runner import LOGPROBS, WARM_UP_TOKENS, Job, Runner
 from dsbd_cli.bench.windows import Window
+from dsbd_cli.counted import counted
 
 
 class TogetherRunner(Runner):
@@ -118,4 +119,4 @@ def _tell(progress: BenchProgress, where: str, what: str) -> None:
 
 
 def _seen(tell: Callable[[str], None], count: int, done: int) -> None:
-    tell(f"{done} of {count} answers")
+    tell(f"{done} of {counted(count, 'answer')}")

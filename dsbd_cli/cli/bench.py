@@ -218,8 +218,6 @@ def report(
     need_extra()
     from dsbd_cli.bench.report import write_report
 
-    if out is not None:
-        refuse_no_folder(out, "--out")
     show(write_report(folders, out))
 
 

@@ -15,6 +15,7 @@ from dsbd_cli.cli.options import Chosen, decoding_options
 from dsbd_cli.cli.output import Out, note
 from dsbd_cli.cli.signals import terminated
 from dsbd_cli.cli.stdin import arriving_lines
+from dsbd_cli.counted import counted
 from dsbd_cli.errors import UserError
 from dsbd_cli.group import Group, joined
 from dsbd_cli.idle import in_vain
@@ -287,7 +288,7 @@ def _numbers(result: Result) -> list[str]:
     stats = result.stats
     per_token = ratio(result.beams[0].logprob, stats.new_tokens)
     return [
-        f"{stats.new_tokens} tokens, log-prob per token {number(per_token)}",
+        f"{counted(stats.new_tokens, 'token')}, log-prob per token {number(per_token)}",
         f"{number(stats.tokens_per_s, 1)} tok/s, {number(stats.joules_per_token)} J/token",
         f"{number(stats.layers_per_target_call)} layers/target call",
         f"width {number(stats.mean_width, 1)}, distinct {number(stats.mean_distinct_width, 1)}",

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from dsbd_cli.counted import counted
+
 if TYPE_CHECKING:
     from dsbd_cli.distill.evaluate import TokenFigures
     from dsbd_cli.distill.metrics import Warp
@@ -71,7 +73,7 @@ def run(
     batch_tokens: Annotated[
         int | None, typer.Option(min=1, help="Tokens a step (by the width; at most GPU 65536, CPU 2048).")
     ] = None,
-    rate: Annotated[float, typer.Option(min=0, help="Peak learning rate.")] = 2e-3,
+    rate: Annotated[float, typer.Option(min=0, max=1, help="Peak learning rate.")] = 2e-3,
     warmup: Annotated[int, typer.Option(min=0, help="Steps to the peak rate.")] = 100,
     optimizer: Annotated[str, typer.Option(help="adamw or muon.")] = "adamw",
     finish: Annotated[
@@ -176,7 +178,7 @@ def evaluate(
     limit: Annotated[
         int | None, typer.Option(min=1, help="Only the first so many answers of each set.")
     ] = None,
-    temperature: Annotated[float, typer.Option(min=1e-3, help="T of the decoding.")] = 1.0,
+    temperature: Annotated[float, typer.Option(min=1e-3, max=1e3, help="T of the decoding.")] = 1.0,
     top_k: Annotated[int, typer.Option(min=0, help="Top-k of the decoding, 0 = off.")] = 10,
     top_p: Annotated[float, typer.Option(min=1e-6, max=1, help="Top-p of the decoding, 1 = off.")] = 0.8,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer.")] = 64,
@@ -305,14 +307,15 @@ def _print_report(report: dict[str, Any], out: Path | None, width: int = 4, draf
         keys = ("raw", "warped", "agree", "cover_2", "cover_4", "cover_6")
         table.add_row(name, f"{row['tokens']:,}", *(f"{row[key]:.3f}" for key in keys))
     console.print(table)
+    beams = counted(width, "beam")
     title = "Predicted from these and from forward times measured here"
-    table = Table("gamma", "layers/call", "speed-up", f"{width} beams: layers/call", "speed-up", title=title)
+    table = Table("gamma", "layers/call", "speed-up", f"{beams}: layers/call", "speed-up", title=title)
     for row in report["predicted"]:
         columns = ("one_layers", "one_speedup", "beam_layers", "beam_speedup")
         table.add_row(str(row["gamma"]), *(f"{row[key]:.2f}" for key in columns))
     console.print(table)
     console.print(
-        f"One beam: speculation against plain sampling. {width} beams: the cover rule with {draft_width} "
+        f"One beam: speculation against plain sampling. {beams}: the cover rule with {draft_width} "
         "continuations, against beam sampling."
     )
     if out is not None:

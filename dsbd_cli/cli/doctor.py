@@ -14,6 +14,7 @@ from typing import Annotated, Any
 import typer
 
 from dsbd_cli.cli.output import Out
+from dsbd_cli.counted import counted
 from dsbd_cli.energy_probes import Unknown, is_sliced, probes_of
 from dsbd_cli.errors import DsbdError, UserError
 from dsbd_cli.ui.look import hanging
@@ -124,7 +125,7 @@ def _devices() -> list[str]:
     code = f"C code for {level_here()}" if processor.can_compile() else "no C compiler, or DSBD_NATIVE=0"
     if processor.can_compile() and (said := hung.remembered()) is not None:
         code = f"no C code beyond what is compiled already: {said}"
-    lines = [f"cpu: {torch.get_num_threads()} threads, {code}, dtype auto is {auto}"]
+    lines = [f"cpu: {counted(torch.get_num_threads(), 'thread')}, {code}, dtype auto is {auto}"]
     for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
         about = torch.cuda.get_device_properties(index)
         size, dtype = about.total_memory / 2**30, _dtype(pick_dtype("auto", torch.device("cuda", index)))
@@ -228,11 +229,16 @@ def _formats() -> list[str]:
     return _current(
         (
             facts,
-            f"{facts.get('number format')} {facts.get('name')}, {facts.get('threads')} threads, "
+            f"{facts.get('number format')} {facts.get('name')}{_threads(facts)}, "
             f"torch {facts.get('torch')}: {verdict.describe()}",
         )
         for _, facts, verdict in listed()
     )
+
+
+def _threads(facts: dict[str, Any]) -> str:
+    """With how many something was measured, where that was noted."""
+    return f", {counted(facts['threads'], 'thread')}" if "threads" in facts else ""
 
 
 def _current(found: Iterable[tuple[dict[str, Any], str]]) -> list[str]:
@@ -256,8 +262,7 @@ def _prices() -> list[str]:
     for facts, prices in listed():
         models = [facts[role] for role in ("target", "draft") if isinstance(facts.get(role), dict)]
         names = " + ".join(f"{one.get('name')} ({one.get('dtype')}, {one.get('device')})" for one in models)
-        threads = f", {facts['threads']} threads" if "threads" in facts else ""
-        lines.append((facts, f"{names}{threads}, torch {facts.get('torch')}: {prices.describe()}"))
+        lines.append((facts, f"{names}{_threads(facts)}, torch {facts.get('torch')}: {prices.describe()}"))
     return _current(lines)
 
 

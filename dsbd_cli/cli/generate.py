@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -20,12 +20,11 @@ from dsbd_cli.idle import draws_nothing
 from dsbd_cli.paths import refuse_foreign, refuse_unwritable
 from dsbd_cli.trace import RECORD
 from dsbd_cli.ui.look import is_terminal, panel_stream
-from dsbd_cli.ui.summary import unfinished
+from dsbd_cli.ui.summary import few_beams, unfinished
 
 if TYPE_CHECKING:
     from dsbd_cli.decoding import Event
     from dsbd_cli.result import Result
-    from dsbd_cli.settings import Settings
 
 BATCH = "Many prompts"
 
@@ -94,7 +93,7 @@ def generate(
     if lines or input is not None or output is not None:
         from dsbd_cli.cli.batch import many
 
-        if lines and prompt is not None and Path(prompt).is_file():
+        if lines and prompt is not None and _is_file(prompt):
             raise UserError(f"--lines reads its prompts from stdin: dsbd generate --lines < {prompt}")
         refuse = {"a PROMPT": prompt is not None, "--trace": trace is not None, "--show-tokens": show_tokens}
         at_once = AUTO if batch is None else batch
@@ -125,6 +124,8 @@ def generate(
     text = read_prompt(prompt) if team.first else ""
     if prompt not in (None, "-") and text_waits():
         tell("stdin is not read: the prompt is the argument (leave it out, or give -, to read stdin)")
+    if prompt is not None and _is_file(prompt):
+        tell(f"{prompt} is a file, and its name is the prompt: dsbd generate < {prompt} reads it")
     decoder = chosen.load(quiet=quiet)
     text = joined().agreed(text)
     for line in chosen.notes(decoder):
@@ -136,24 +137,38 @@ def generate(
             from dsbd_cli.trace.record import record
 
             events = stack.enter_context(record(events, trace, decoder, text))
+        few: str | None = None
         if not (json or no_stream or quiet or settings.num_return > 1 or show_tokens) and at_terminal():
             from dsbd_cli.ui.panels import show
 
             result = show(events, decoder, text)
         else:
             stream = not (json or no_stream) and settings.num_return == 1
-            result = plain(events, tell, stream=stream, keep=not json, show_tokens=show_tokens, wrap=True)
-            write_answer(result, json=json, streamed=stream)
+            notes: list[str] = []
+
+            def hear(line: str) -> None:
+                notes.append(line)
+                tell(line)
+
+            result = plain(events, hear, stream=stream, keep=not json, show_tokens=show_tokens, wrap=True)
+            notes += [] if (few := few_beams(result)) is None else [few]
+            write_answer(result, notes, json=json, streamed=stream)
             if not json and (cut := unfinished(result)) is not None:
                 tell(cut)
         if stats:
             print_stats(result)
-        if len(result.beams) < settings.num_return:
-            few = "beam is" if len(result.beams) == 1 else "beams are"
-            why = _why_few(settings)
-            tell(f"--num-return {settings.num_return}: only {len(result.beams)} {few} distinct{why}")
+        if few is not None:
+            tell(few)
         if settings.seed is None and not json and not draws_nothing(settings):
             tell(f"seed {result.seed}")
+
+
+def _is_file(text: str) -> bool:
+    """Whether a prompt is the name of a file that is there."""
+    try:
+        return Path(text).is_file()
+    except (OSError, ValueError):  # no name that a file can have
+        return False
 
 
 def at_terminal() -> bool:
@@ -201,13 +216,18 @@ def plain(
     raise AssertionError("a stream ends with Finished")
 
 
-def write_answer(result: Result, *, json: bool, streamed: bool) -> None:
-    """What is left for stdout: one JSON line, the n best as JSON strings, or the text; one newline."""
+def write_answer(result: Result, notes: Sequence[str], *, json: bool, streamed: bool) -> None:
+    """What is left for stdout: one JSON line, the n best as JSON strings, or the text; one newline.
+
+    Args:
+        notes: what stderr is told of this prompt, which its JSON holds too.
+    """
     import json as encoder
 
     out = Out()
     if json:
-        out.write_json(result.to_json() + "\n")
+        record = result.to_dict() | ({"notes": list(notes)} if notes else {})
+        out.write_json(encoder.dumps(record, ensure_ascii=False, allow_nan=False) + "\n")
     elif result.settings.num_return > 1:
         for beam in result.beams:
             out.write_json(encoder.dumps(beam.text, ensure_ascii=False) + "\n")
@@ -235,12 +255,3 @@ def print_stats(result: Result) -> None:
         lines.append(f"{name:24} {shown}")
     lines += [f"{'finish_reason':24} {result.finish_reason}", f"{'seed':24} {result.seed}"]
     figures(lines)
-
-
-def _why_few(settings: Settings) -> str:
-    """What leaves fewer beams than were asked for, or gives more; empty where it is the model alone."""
-    if settings.deterministic:
-        return ""
-    if settings.draws == "iid":
-        return " (--draws distinct keeps more apart)"
-    return " (top-k and top-p kept no more)" if settings.top_k or settings.top_p < 1 else ""

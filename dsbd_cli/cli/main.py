@@ -19,6 +19,7 @@ from typing import Annotated
 import typer
 
 from dsbd_cli.cli import ranks, signals, streams
+from dsbd_cli.cli.completion import Root
 from dsbd_cli.errors import DsbdError, Stopped
 from dsbd_cli.group import depart, joined
 from dsbd_cli.paths import FULL, write_error
@@ -27,6 +28,7 @@ from dsbd_cli.version import __version__
 
 app = typer.Typer(
     name="dsbd",
+    cls=Root,
     help="Dynamic-width speculative beam decoding: beam-quality text at the speed of speculation.",
     no_args_is_help=False,
     pretty_exceptions_enable=False,
@@ -35,6 +37,19 @@ app = typer.Typer(
 )
 # Base of all usage errors, whichever click typer brings along.
 _ClickError = next(kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "ClickException")
+
+# Faults of a path that somebody named.
+_NAMED_WRONGLY = (
+    errno.EACCES,
+    errno.EEXIST,
+    errno.EISDIR,
+    errno.ELOOP,
+    errno.ENAMETOOLONG,
+    errno.ENOENT,
+    errno.ENOTDIR,
+    errno.EPERM,
+    errno.EROFS,
+)
 
 
 @app.callback(invoke_without_command=True)
@@ -110,14 +125,12 @@ def run(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         return _reader_gone()
     except OSError as error:
-        where = f" ({error.filename})" if error.filename else ""
-        full = error.errno in FULL  # without a file's name it was stdout
-        say(
-            str(write_error(error.filename or "stdout", error))
-            if full
-            else f"{error.strerror or error}{where}"
-        )
-        return 2 if error.errno == errno.ENAMETOOLONG else 1
+        if error.errno in FULL:  # without a file's name it was stdout
+            say(str(write_error(error.filename or "stdout", error)))
+            return 1
+        reason = error.strerror or str(error)
+        say(f"{error.filename} cannot be used: {reason}" if error.filename else reason)
+        return 2 if error.filename and error.errno in _NAMED_WRONGLY else 1
     except MemoryError:
         say("out of memory: try a smaller model, --dtype bfloat16, or a shorter prompt")
         return 1

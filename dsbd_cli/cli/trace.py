@@ -11,8 +11,9 @@ import typer
 
 from dsbd_cli.cli.options import was_given
 from dsbd_cli.cli.output import note
+from dsbd_cli.counted import counted
 from dsbd_cli.errors import UserError
-from dsbd_cli.paths import refuse_foreign, refuse_special, refuse_unwritable, write_whole
+from dsbd_cli.paths import make_parents, refuse_foreign, refuse_special, refuse_unwritable, write_whole
 
 if TYPE_CHECKING:
     from dsbd_cli.trace.read import Trace
@@ -54,8 +55,9 @@ def _show(recorded: Trace, file: Path, html: Path | None, delay: float) -> None:
         from dsbd_cli.trace.page import page
 
         refuse_foreign(html, "--html", PAGE, "page of dsbd trace")
+        make_parents(html, "--html")
         write_whole(html, page(recorded))
-        note(f"{len(recorded.iterations)} iterations drawn: {html}")
+        note(f"{counted(len(recorded.iterations), 'iteration')} drawn: {html}")
         return
     from rich.console import Console
 

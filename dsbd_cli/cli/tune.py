@@ -15,8 +15,9 @@ import typer
 from dsbd_cli.cli.options import Chosen, decoding_options
 from dsbd_cli.cli.output import Out, note
 from dsbd_cli.cli.stdin import stdin_lines, text_waits
+from dsbd_cli.counted import counted
 from dsbd_cli.errors import UserError
-from dsbd_cli.paths import refuse_special, refuse_unwritable, write_whole
+from dsbd_cli.paths import make_parents, refuse_special, refuse_unwritable, write_whole
 from dsbd_cli.ui.look import columns_of, is_terminal, panel_stream
 
 if TYPE_CHECKING:
@@ -47,6 +48,7 @@ def tune(
         float,
         typer.Option(
             "--loss",
+            min=0,
             help="Log-probability a token that may be given up for speed, by narrower layers; 0 keeps the law "
             "of the settings given.",
         ),
@@ -60,8 +62,6 @@ def tune(
     most promising ones compared on real answers, in turns. Ratios are medians of answers to the same prompt.
     """
     chosen.check()
-    if loss < 0:
-        raise UserError(f"--loss must not be negative, not {loss:g}")
     spec, settings = chosen.resolve()
     if spec.tensor_parallel > 1:
         raise UserError(
@@ -73,8 +73,8 @@ def tune(
         )
     if out.suffix not in (".yaml", ".yml"):
         raise UserError(f"--out {out}: a preset's name ends in .yaml")
-    refuse_special(out, f"--out {out}", "name a file")
     refuse_unwritable(out, "--out")
+    refuse_special(out, f"--out {out}", "name a file")
     if out.exists() and not force:
         raise UserError(f"--out {out} is there already: give --force to write over it, or another name")
     if prompts not in (None, "-") and text_waits():
@@ -92,8 +92,9 @@ def tune(
     with _progress() as (tell, step):
         found = search(bench, settings, quick=quick, loss=loss, tell=tell, step=step)
     best = found.best
-    why = {"preset": f"dsbd tune: {_verdict(found)}, on {len(texts)} prompts; prices: "
+    why = {"preset": f"dsbd tune: {_verdict(found)}, on {counted(len(texts), 'prompt')}; prices: "
                      f"{decoder.prices.measured().prices.origin}"}  # type: ignore[union-attr]  # fmt: skip
+    make_parents(out, "--out")
     write_whole(out, to_yaml(Preset(out.stem, spec, best.settings, why)))
     if json:
         Out().write_json(encoder.dumps(_report(found, out), ensure_ascii=False) + "\n")
@@ -188,7 +189,7 @@ def _progress() -> Iterator[tuple[Any, Any]]:
 
         def step(done: int, total: int) -> None:
             if done and (done % _EVERY == 0 or done == total):
-                note(f"{done} of {total} answers")
+                note(f"{done} of {counted(total, 'answer')}")
 
         yield note, step
         return

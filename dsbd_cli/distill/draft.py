@@ -17,7 +17,9 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
+from dsbd_cli.counted import counted
 from dsbd_cli.errors import UserError
+from dsbd_cli.loading.quiet import quiet_transformers
 from dsbd_cli.loading.shared import dequantised
 from dsbd_cli.paths import replacing
 
@@ -32,7 +34,7 @@ def choose_layers(total: int, count: int) -> list[int]:
         UserError: count outside 1..total.
     """
     if not 1 <= count <= total:
-        raise UserError(f"--layers {count}: the target has {total} layers; choose 1 to {total}")
+        raise UserError(f"--layers {count}: the target has {counted(total, 'layer')}; choose 1 to {total}")
     return [round(place * (total - 1) / max(1, count - 1)) for place in range(count)]
 
 
@@ -46,7 +48,7 @@ def layer_list(model: Any) -> tuple[str, nn.ModuleList]:
     for name, module in model.named_modules():
         if isinstance(module, nn.ModuleList) and len(module) == count:
             return name, module
-    raise UserError(f"{model.config.model_type}: found no list of {count} layers to keep some of")
+    raise UserError(f"{model.config.model_type}: found no list of {counted(count, 'layer')} to keep some of")
 
 
 def prune(target: Any, keep: Sequence[int]) -> Any:
@@ -123,9 +125,10 @@ def save_draft(draft: Any, folder: Path, share_embeddings: bool, tokenizer: Any 
     """Write the draft's folder: ordinary, or sharing the target's embeddings (see the module's text)."""
     folder.mkdir(parents=True, exist_ok=True)
     if not share_embeddings:
-        draft.save_pretrained(folder)
-        if tokenizer is not None:
-            tokenizer.save_pretrained(folder)
+        with quiet_transformers():
+            draft.save_pretrained(folder)
+            if tokenizer is not None:
+                tokenizer.save_pretrained(folder)
         return
     with replacing(folder / LAYERS_FILE) as temporary:
         save_file(quantise(own_state(draft)), str(temporary))

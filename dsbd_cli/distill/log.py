@@ -11,6 +11,9 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+# The first line where there is no bar comes soon: a long silence looks like a run that hangs.
+FIRST_S = 2.0
+
 
 class RunLog:
     """Appends one JSON object a line to `path`; None writes nothing."""
@@ -36,7 +39,8 @@ class Step:
 
     def __init__(self, console: Console | None, name: str, every: float = 15.0) -> None:
         self.console, self.name, self.every = console, name, every
-        self.began = self.said = time.monotonic()
+        self.began = time.monotonic()
+        self.due = self.began + FIRST_S
         self.bar: Progress | None = None
 
     def __enter__(self) -> Step:
@@ -58,13 +62,11 @@ class Step:
         text = note if isinstance(note, str) else note()
         if self.bar is not None:
             self.bar.update(self.task, completed=min(1.0, done / max(total, 1e-9)), note=text)
-        elif self.console is not None and time.monotonic() - self.said >= self.every:
-            self.said = time.monotonic()
-            spent = self.said - self.began
-            left = spent * (total - done) / done if done else float("nan")
-            self.console.print(
-                f"{self.name} {100 * done / total:.0f}% {spent:.0f} s, left {left:.0f} s {text}"
-            )
+        elif self.console is not None and (now := time.monotonic()) >= self.due:
+            self.due = now + self.every
+            spent = now - self.began
+            left = f", left {spent * (total - done) / done:.0f} s" if done else ""
+            self.console.print(f"{self.name} {100 * done / total:.0f}% {spent:.0f} s{left} {text}".rstrip())
 
     def say(self, text: str) -> None:
         if self.console is not None:

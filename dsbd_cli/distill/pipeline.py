@@ -14,6 +14,7 @@ import torch
 import transformers
 from rich.console import Console
 
+from dsbd_cli.counted import counted
 from dsbd_cli.distill import batches, shards
 from dsbd_cli.distill import draft as drafts
 from dsbd_cli.distill import evaluate as evaluation
@@ -25,6 +26,7 @@ from dsbd_cli.distill.sample import SampleOptions, sample
 from dsbd_cli.distill.train import Trainer, TrainOptions
 from dsbd_cli.distill.world import World
 from dsbd_cli.errors import UserError
+from dsbd_cli.paths import make_folder
 from dsbd_cli.version import __version__
 
 # Held-out sequences measured at the end, where no answers of the user's are watched.
@@ -61,7 +63,7 @@ def hardware(world: World) -> str:
     if world.device.type == "cuda":
         name = torch.cuda.get_device_name(world.device)
         return name if world.size == 1 else f"{world.size} x {name}"
-    return f"{platform.machine()} CPU, {torch.get_num_threads()} threads"
+    return f"{platform.machine()} CPU, {counted(torch.get_num_threads(), 'thread')}"
 
 
 def watch_sets(paths: dict[str, Path]) -> dict[str, shards.Sequences]:
@@ -88,7 +90,7 @@ def distill(
         UserError, RunError: see the steps.
     """
     work = options.out / "work"
-    work.mkdir(parents=True, exist_ok=True)
+    make_folder(work, f"--out {options.out}")
     log = RunLog(options.out / "log.jsonl")
     view = console if world.first else None
     began = time.time()
@@ -108,7 +110,10 @@ def distill(
     sequences = shards.load_folder(work / "shards")
     watched = watch_sets(options.watch)
     with Step(view, "train") as step:
-        step.say(f"{len(sequences):,} sequences, {sequences.answer_tokens:,} answer tokens")
+        step.say(
+            f"{counted(len(sequences), 'sequence', form=',')}, "
+            f"{counted(sequences.answer_tokens, 'answer token', form=',')}"
+        )
         trainer = Trainer(target, draft, sequences, options.train, work, world, log, watched)
         if trainer.resume():
             step.say(f"going on from step {trainer.step}")

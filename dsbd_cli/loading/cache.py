@@ -18,6 +18,7 @@ from filelock import FileLock, Timeout
 
 from dsbd_cli.errors import RunError, UserError
 from dsbd_cli.loading.progress import Progress, silent
+from dsbd_cli.paths import expanded
 
 VARIABLE = "DSBD_CACHE"
 _RECORD = ".built.json"  # what the files of a built folder are
@@ -30,14 +31,22 @@ def cache_root(cache_dir: str | Path | None = None) -> Path:
     """The cache folder: the argument, else DSBD_CACHE, else the platform's cache folder. Not created."""
     chosen = cache_dir or os.environ.get(VARIABLE)
     if chosen:
-        return Path(chosen).expanduser().absolute()
+        return expanded(chosen).absolute()
+    try:
+        return _platform_folder() / "dsbd"
+    except RuntimeError:
+        raise UserError(f"no home folder is known for the cache: set {VARIABLE} to a folder") from None
+
+
+def _platform_folder() -> Path:
+    """Where programs keep what they can make again. Raises RuntimeError where nobody knows a home folder."""
     if sys.platform == "win32":
         base = os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local"
     elif sys.platform == "darwin":
         base = Path.home() / "Library" / "Caches"
     else:
         base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base) / "dsbd"
+    return Path(base)
 
 
 def is_built(folder: Path) -> bool:

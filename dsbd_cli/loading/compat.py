@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+from dsbd_cli.counted import counted
 from dsbd_cli.errors import UserError
 
 # Options of a generation config that change the law and that dsbd does not offer, with their "off".
@@ -63,8 +64,9 @@ def check_same_tokens(target: Any, draft: Any, names: tuple[str, str]) -> list[s
         )
     if differing:
         first = differing[0]
-        return [f"{len(differing)} special token(s) differ, the target's are used: {first} is "
-                f"{_shown(mine.get(first))}, in the draft {_shown(theirs.get(first))}"]  # fmt: skip
+        return [f"{counted(len(differing), 'special token')} {'differs' if len(differing) == 1 else 'differ'}, the "
+                f"target's are used: {first} is {_shown(mine.get(first))}, in the draft "
+                f"{_shown(theirs.get(first))}"]  # fmt: skip
     return []
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from dsbd_cli.counted import counted
 from dsbd_cli.errors import UserError
 from dsbd_cli.group import group_of
 from dsbd_cli.loading import architecture, hub
@@ -155,8 +156,8 @@ def load_weights(
                         f"tensors, {lacking[0]} first: fetch the checkpoint again")  # fmt: skip
     found = describe(model.eval(), place.source)
     if unused := sorted(info["unexpected_keys"]):
-        found.notes.append(f"{place.role} {place.source.name}: {len(unused)} tensor(s) of its weight files are not "
-                           f"used by its config ({unused[0]} first): is config.json of this model?")  # fmt: skip
+        found.notes.append(f"{place.role} {place.source.name}: its config does not use {counted(len(unused), 'tensor')}"
+                           f" of its weight files ({unused[0]} first): is config.json of this model?")  # fmt: skip
     return found
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from dsbd_cli.counted import counted
 from dsbd_cli.errors import UserError
 from dsbd_cli.loading.checkpoint import weight_files
 from dsbd_cli.loading.place import Place
@@ -70,6 +71,8 @@ def refuse_other_ends(place: Place, config: Any, trust: bool) -> None:
 
 def misfit(place: Place, name: str, stored: Shape, wanted: Shape, more: int = 0) -> UserError:
     """The error for a tensor that does not fit."""
-    others = f" ({more} more tensor(s) do not fit either)" if more else ""
+    others = (
+        f" ({counted(more, 'more tensor')} {'does' if more == 1 else 'do'} not fit either)" if more else ""
+    )
     return UserError(f"{place.role} {place.source.text}: tensor {name} is {list(stored)} in the weight file and "
                      f"{list(wanted)} by config.json{others}: are they of one model?")  # fmt: skip

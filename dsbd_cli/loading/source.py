@@ -18,6 +18,7 @@ from typing import Literal
 from dsbd_cli.errors import UserError
 from dsbd_cli.loading import gguf_cache, wheel
 from dsbd_cli.names import near
+from dsbd_cli.paths import expanded
 
 Kind = Literal["folder", "hub", "gguf", "wheel", "embedded"]
 SHARED_WEIGHTS = "layers.int8.safetensors"
@@ -61,8 +62,18 @@ def parse_source(text: str, role: str = "target") -> Source:
         return Source(text, "wheel", wheel=wheel.parse_wheel(text))
     if text.startswith("embedded:"):
         return _embedded(text, role)
-    path = Path(text).expanduser()
+    path = expanded(text)
+    try:
+        path.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        pass
+    except (OSError, ValueError) as error:  # ValueError: a path with a zero byte in it
+        raise UserError(
+            f"{role} {text} cannot be read: {getattr(error, 'strerror', None) or error}"
+        ) from None
     if path.is_dir():
+        if not os.access(path, os.R_OK | os.X_OK):
+            raise UserError(f"{role} {text} cannot be read: no permission for this folder")
         return Source(text, "folder", path)
     if path.is_file():
         if path.suffix.lower() == ".gguf":

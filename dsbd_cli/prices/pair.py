@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from dsbd_cli.decoding import HfTreeModel
 from dsbd_cli.errors import UserError
 from dsbd_cli.group import Group, group_of
+from dsbd_cli.paths import expanded
 from dsbd_cli.prices import host, store
 from dsbd_cli.prices.host import HostPrices
 from dsbd_cli.prices.measure import facts_of, measure
@@ -90,7 +90,7 @@ class PairPrices:
         if settings.forest == "full" or name == OFF:
             return None
         if name != AUTO:
-            return store.read_given(Path(name).expanduser())
+            return store.read_given(expanded(name))
         if self._captured is None:
             facts = self.facts() | {"captured": "many requests"}
             if self._in_parts():
@@ -144,7 +144,7 @@ class PairPrices:
     def _look_up(self, name: str) -> store.Kept:
         assert self._draft is not None
         if name not in (AUTO, OFF):
-            prices = store.read_given(Path(name).expanduser())
+            prices = store.read_given(expanded(name))
             if prices.draft is None:
                 raise UserError(f"prices {name} were measured without a draft")
             return store.Kept(prices)

@@ -16,7 +16,7 @@ from typing import IO, TYPE_CHECKING, Any
 
 from dsbd_cli.decoding import Event, Finished, Iteration, Layer, Node, Notice, Prefilled
 from dsbd_cli.errors import UserError
-from dsbd_cli.paths import write_error
+from dsbd_cli.paths import make_parents, write_error
 from dsbd_cli.version import __version__
 
 if TYPE_CHECKING:
@@ -35,6 +35,7 @@ def record(events: Iterable[Event], path: Path, decoder: Decoder, prompt: str) -
         UserError: a file that cannot be written. RunError: when all is done, a record that could not be
             written to its end.
     """
+    make_parents(path, "--trace")
     try:
         file = path.open("w", encoding="utf-8")
     except OSError as error:

@@ -8,6 +8,7 @@ from typing import Any
 from rich.text import Text
 from rich.tree import Tree
 
+from dsbd_cli.counted import counted
 from dsbd_cli.setting_text import describe
 from dsbd_cli.trace.read import (
     ACCEPTED,
@@ -35,7 +36,7 @@ def head(trace: Trace, unicode: bool = True) -> Text:
     text = Text(
         f"{one_line(models, unicode)}, {one_line(describe(start['settings']), unicode)}\n", style="bold"
     )
-    text.append(f"prompt ({start['prompt_tokens']} tokens): ", "dim")
+    text.append(f"prompt ({counted(start['prompt_tokens'], 'token')}): ", "dim")
     text.append(one_line(start["prompt"], unicode) + "\n").append(LEGEND, "dim")
     return text
 
@@ -51,7 +52,7 @@ def _tree(iteration: Mapping[str, Any], unicode: bool) -> Tree:
     widths = ", ".join(f"{layer['width']} ({layer['distinct']} distinct)" for layer in layers)
     tree = Tree(
         Text(
-            f"iteration {iteration['n']}: {len(layers)} layer{'' if len(layers) == 1 else 's'}, width {widths}",
+            f"iteration {iteration['n']}: {counted(len(layers), 'layer')}, width {widths}",
             style="bold",
         )
     )
@@ -83,5 +84,5 @@ def tail(trace: Trace) -> Text:
             "the run did not end" + (" (the last line is torn)" if trace.torn else ""), style="yellow"
         )
     stats = trace.result["stats"]
-    return Text(f"{stats['new_tokens']} tokens in {stats['target_calls']} target calls, ended by "
+    return Text(f"{counted(stats['new_tokens'], 'token')} in {counted(stats['target_calls'], 'target call')}, ended by "
                 f"{trace.result['finish_reason']}", style="bold")  # fmt: skip

@@ -15,6 +15,7 @@ from rich.console import Console, Group, RenderableType
 from rich.style import Style
 from rich.text import Text
 
+from dsbd_cli.counted import counted
 from dsbd_cli.ui.charts import bar, chart
 from dsbd_cli.ui.safe import one_line, visible
 from dsbd_cli.ui.snapshot import Series, Snapshot
@@ -95,7 +96,7 @@ def _title(shot: Snapshot, width: int, marks: Marks) -> Text:
 
 
 def _prompt(shot: Snapshot, width: int, marks: Marks) -> Text:
-    size = f" ({shot.prompt_tokens} tokens)" if shot.prompt_tokens else " (reading the prompt)"
+    size = f" ({counted(shot.prompt_tokens, 'token')})" if shot.prompt_tokens else " (reading the prompt)"
     text = Text(one_line(shot.prompt, marks.unicode), style=_DIM)
     room = max(0, width - len("prompt ") - len(size))
     if text.cell_len > room:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
+from dsbd_cli.counted import counted
 from dsbd_cli.decoding import Event, Finished
 from dsbd_cli.errors import Stopped
 from dsbd_cli.result import Result
@@ -41,7 +42,7 @@ def show(events: Iterable[Event], decoder: Decoder, prompt_text: str) -> Result:
     try:
         result = _draw(events, monitor, painter)
     except KeyboardInterrupt:
-        raise Stopped(f"stopped after {monitor.tokens} tokens") from None
+        raise Stopped(f"stopped after {counted(monitor.tokens, 'token')}") from None
     finally:
         painter.close()
         for line in monitor.notes:

@@ -1,9 +1,10 @@
-"""A finished run in one line, and what of it is unfinished."""
+"""A finished run in one line, what of it is unfinished, and why its beams are few."""
 
 from __future__ import annotations
 
 import sys
 
+from dsbd_cli.counted import counted
 from dsbd_cli.result import Result
 from dsbd_cli.ui.look import columns_of
 
@@ -17,7 +18,7 @@ def summary(result: Result, width: int | None = None) -> str:
     """
     stats = result.stats
     # (what it says, how soon it goes: highest first)
-    parts = [(f"{stats.new_tokens} tokens", 0)]
+    parts = [(counted(stats.new_tokens, "token"), 0)]
     if stats.decode_s is not None:
         parts[0] = (f"{parts[0][0]} in {stats.decode_s:.1f} s", 0)
     parts.append((f"{number(stats.tokens_per_s, 1)} tok/s", 1))
@@ -56,7 +57,21 @@ def unfinished(result: Result) -> str | None:
     if one.finish_reason == "length":
         return f"{which} unfinished: cut at max-new-tokens {tokens}"
     rule = result.settings.early_stopping
-    return f"{which} unfinished: the run ended after {tokens} tokens (early-stopping {rule})"
+    return f"{which} unfinished: the run ended after {counted(tokens, 'token')} (early-stopping {rule})"
+
+
+def few_beams(result: Result) -> str | None:
+    """That fewer beams came than were asked for, with what leaves so few or gives more; None where all came."""
+    settings, came = result.settings, len(result.beams)
+    if came >= settings.num_return:
+        return None
+    why = ""  # the model alone
+    if not settings.deterministic:
+        if settings.draws == "iid":
+            why = " (--draws distinct keeps more apart)"
+        elif settings.top_k or settings.top_p < 1:
+            why = " (top-k and top-p kept no more)"
+    return f"--num-return {settings.num_return}: only {came} {'beam is' if came == 1 else 'beams are'} distinct{why}"
 
 
 def room() -> int | None:

@@ -503,3 +503,15 @@ def test_a_read_only_file_system_is_called_that(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(os, "statvfs", lambda *_: read_only)
     with pytest.raises(UserError, match=r"--output .* cannot be written: its file system is read-only"):
         opened(tmp_path / "out.jsonl")
+
+
+def test_a_torn_line_behind_all_records_has_no_prompt_to_do_again(tmp_path: Path) -> None:
+    path = tmp_path / "out.jsonl"
+    store = opened(path, total=1)
+    store.claim(FACTS, True)
+    store.add(0, record(0))
+    store.close()
+    append(path, b"x")
+    told = Told()
+    opened(path, total=1, told=told).close()
+    assert told == ["dropped a torn last line of out.jsonl"]

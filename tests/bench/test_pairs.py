@@ -69,7 +69,7 @@ def test_a_pair_is_of_one_session():
         assert found["speed"]["value"] == 2
         assert found["speed"]["items"] == 2
         assert found["logprob"]["items"] == 3  # texts are the same whenever they are given
-        assert found["clocks"] == "1 item(s) left out of speed and energy: answered in two sessions"
+        assert found["clocks"] == "1 item left out of speed and energy: answered in two sessions"
 
 
 def test_an_arm_that_joined_later_is_compared_on_like_machines_only():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 
 from dsbd_cli.bench import cells
 from dsbd_cli.bench.figures import Figures
+from dsbd_cli.bench.progress import BenchProgress
 from dsbd_cli.bench.summary import summarize_arm
 from tests.terminal import Terminal
 
@@ -19,7 +21,7 @@ import time
 from dsbd_cli.bench import progress
 from dsbd_cli.bench.figures import Figures
 figures = Figures("score", ["beam", "speculative"])
-progress.EVERY_S = 0.05
+progress.FIRST_S = progress.EVERY_S = 0.05
 with progress.BenchProgress(40, 0, figures, "a data set with a rather long name, 3 arms") as shown:
     for number in range(12):
         arm = ["beam", "dsbd threshold=0.9 [b]", "speculative"][number % 3]
@@ -99,3 +101,46 @@ def test_a_dumb_terminal_gets_lines() -> None:
 def test_without_unicode_the_bar_is_ascii() -> None:
     terminal = run(80, TERM="xterm", LC_ALL="C")
     assert terminal.text.isascii()
+
+
+PIPED = """
+import sys
+import time
+from dsbd_cli.bench import progress
+from dsbd_cli.bench.figures import Figures
+progress.FIRST_S, progress.EVERY_S = float(sys.argv[1]), 3600
+with progress.BenchProgress(2, 0, Figures("score", ["beam"]), "a data set, 1 arm") as shown:
+    shown.stage("warming up")
+    time.sleep(0.25)
+    for number in range(2):
+        shown.stage(f"beam on {number}")
+        shown.step({"arm": "beam", "item": str(number), "new_tokens": 40, "decode_s": 0.5, "energy_j": None,
+                    "score": {"score": 0.5}})
+"""
+
+
+@pytest.mark.parametrize(
+    ("first", "heard"),
+    [
+        ("0.2", ["0/2 answers, 0 s; now beam on 0", "2/2 answers, 0 s; beam 80 tok/s"]),
+        ("3600", ["2/2 answers, 0 s; beam 80 tok/s"]),
+    ],
+)
+def test_a_pipe_hears_soon_and_at_the_end(first: str, heard: list[str]) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", PIPED, first],
+        env={"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin"},
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert done.stderr.splitlines() == [f"dsbd: {line}" for line in heard]
+
+
+def test_what_is_told_last_is_not_told_again(capsys: pytest.CaptureFixture[str]) -> None:
+    progress = BenchProgress(1, 0, Figures("score", ["beam"]), "a data set, 1 arm")
+    with progress:
+        progress.stage("beam on 0")
+        progress._due = 0.0
+        progress.step({"arm": "beam", "item": "0", "new_tokens": 40, "decode_s": 0.5, "energy_j": None,
+                       "score": {"score": 0.5}})  # fmt: skip
+    assert capsys.readouterr().err == "dsbd: 1/1 answer, 0 s; beam 80 tok/s\n"

@@ -109,11 +109,15 @@ def test_a_cut_run_goes_on_and_equals_an_unbroken_one(tmp_path, stop_after):
 
 def test_a_torn_line_is_done_again_with_its_item(tmp_path, capsys):
     run(plan(tmp_path / "out"))
+    said = "{} to give (2 arms, 4 items), into " + f"{tmp_path / 'out'}: loading the models"
+    assert said.format("8 answers") in capsys.readouterr().err
     whole = results(tmp_path / "out")
     path = tmp_path / "out" / "results.jsonl"
     path.write_bytes(path.read_bytes()[:-7])
     again = run(plan(tmp_path / "out"))
-    assert "torn" in capsys.readouterr().err
+    told = capsys.readouterr().err
+    assert "torn" in told
+    assert said.format("1 answer") in told
     assert len([call for call in again.calls if call[2] == 32]) == 2
     assert results(tmp_path / "out") == whole
 

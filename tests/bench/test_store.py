@@ -216,6 +216,9 @@ def test_differences_say_where():
     assert differences({"a": 1, "m": {"t": 1, "d": 2}}, {"a": 1, "m": {"t": 1, "d": 3}}) == "m.d (2, now 3)"
     assert differences({"a": 1}, {"a": 1}) == ""
     assert differences({}, {"a": None}) == ""
+    # A draft that one run has and another has not.
+    model = {"name": "d", "dtype": "int8", "weights": None}
+    assert differences({"m": None}, {"m": model}) == "m (none, now name d, dtype int8, weights none)"
 
 
 def test_folder_with_odd_name(tmp_path):

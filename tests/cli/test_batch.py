@@ -14,6 +14,7 @@ from dsbd_cli.batch.items import item_seed
 from dsbd_cli.batch.run import MEASURED
 from dsbd_cli.cli.batch import check_batch
 from dsbd_cli.errors import UserError
+from tests import builders
 from tests.cli.conftest import Call, environment, pair, program
 
 Models = Callable[..., str]
@@ -111,7 +112,7 @@ def test_files_that_cannot_serve(dsbd: Call, models: Models, tmp_path: Path) -> 
     good.write_text("a\n")
     cases: list[tuple[Path, Path, str]] = [
         (tmp_path / "none.txt", tmp_path / "o.jsonl", "no such file"),
-        (good, tmp_path / "no" / "o.jsonl", "cannot be written"),
+        (good, good / "o.jsonl", "cannot be written"),
         (good, tmp_path, "cannot be written"),
         (good, good, "one file"),
     ]
@@ -205,3 +206,41 @@ def test_lines_draw_progress_where_it_does_not_stand_among_the_answers(
 def test_how_many_at_a_time_is_a_number_of_some_size(batch: str) -> None:
     with pytest.raises(UserError, match="must be auto or a whole number from 1 to 4096"):
         check_batch(batch)
+
+
+def test_a_role_that_no_template_knows_is_told_with_its_prompt(dsbd: Call, tmp_path: Path) -> None:
+    source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    turns = [[{"role": role, "content": "hi"}] for role in ("user", "usr")]
+    source.write_text("".join(json.dumps({"messages": one}) + "\n" for one in turns))
+    builders.says(tmp_path / "model", "A")
+    template = "{% for m in messages %}{{ m.role }}{{ m.content }}{% endfor %}"
+    builders.tok(tmp_path / "model", ["A"], chat_template=template)
+    ran = dsbd(
+        "generate", *pair(str(tmp_path / "model")), "--input", source, "--output", output, "--seed", "1"
+    )
+    assert ran.code == 2
+    why = "message 1 has the role 'usr', which the target's chat template does not know (did you mean user?)"
+    assert f"1 of 2 prompts were refused; the others are done; prompt 2: {why}" in ran.err
+    first, second = map(json.loads, output.read_text().splitlines())
+    assert first["text"] == "A"
+    assert second["error"].startswith(why)
+
+
+def test_one_prompt_is_not_prompts(dsbd: Call, models: Models, tmp_path: Path) -> None:
+    source, output, trace = tmp_path / "in.txt", tmp_path / "out.jsonl", tmp_path / "run.jsonl"
+    source.write_text("q" * 100 + "\n")
+    target = [*pair(models("rand", max_position_embeddings=64)), "--seed", "1", "--max-new-tokens", "1"]
+    ran = dsbd("generate", *target, "--input", source, "--output", output)
+    assert ran.code == 2
+    assert ran.err.splitlines()[0].startswith("dsbd: 1/1 prompt, ")
+    assert "dsbd: 1 of 1 prompt was refused; line 1: the prompt leaves no room" in ran.err
+    assert (
+        "dsbd: the 1 prompt is done already: "
+        in dsbd("generate", *target, "--input", source, "--output", output).err
+    )
+    lines = dsbd("generate", *target, "--lines", stdin=b"q" * 100 + b"\n")
+    assert lines.err.splitlines()[-1].startswith("dsbd: 1 of 1 prompt was refused; line 1: ")
+    assert dsbd("generate", "hi", *target, "--method", "beam", "--trace", trace).code == 0
+    shown = dsbd("trace", trace)
+    assert "1 token in " in shown.text
+    assert "1 tokens" not in shown.text

@@ -99,4 +99,4 @@ def test_a_draft_that_the_method_does_not_read_is_no_difference(
                models("rand"), "--method", "beam", "--max-new-tokens", "4"]  # fmt: skip
     assert dsbd(*command).code == 0
     again = dsbd(*command, "--draft", models("rand", seed=1))
-    assert (again.code, again.err) == (0, f"dsbd: all 1 prompts are done already: {tmp_path / 'o'}\n")
+    assert (again.code, again.err) == (0, f"dsbd: the 1 prompt is done already: {tmp_path / 'o'}\n")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import subprocess
@@ -22,7 +23,16 @@ def abc(models: Models) -> list[str]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "command", ["presets", "presets show smol", "doctor", "--help", "generate --help", "--version"]
+    "command",
+    [
+        "presets",
+        "presets show smol",
+        "doctor",
+        "--help",
+        "generate --help",
+        "--version",
+        "--show-completion bash",
+    ],
 )
 def test_every_command_with_a_stdout_that_is_gone_or_full(command: str, tmp_path: Path) -> None:
     env = environment(DSBD_CACHE=str(tmp_path))
@@ -69,7 +79,7 @@ def test_special_files_are_no_input_and_no_output(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["in.txt", "pipe"]
 
 
-@pytest.mark.parametrize("name", [".", "/", "..", "folder", "none/x", "x" * 300, "-"])
+@pytest.mark.parametrize("name", [".", "/", "..", "folder", "in.txt/x", "x" * 300, "-"])
 def test_outputs_that_no_file_can_be(
     dsbd: Call, abc: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
@@ -199,3 +209,73 @@ def test_values_out_of_all_bounds(dsbd: Call, command: list[str], words: str) ->
 def test_huge_numbers_that_mean_something(dsbd: Call, abc: list[str], number: str) -> None:
     for option in ("--seed", "--max-new-tokens", "--top-k"):
         assert dsbd("generate", "hi", *abc, option, number).out == b"ABC\n"
+
+
+HI = ["generate", "hi"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (
+            [*HI, "--target", "~nobody-of-this-name/x", "--method", "beam"],
+            ["target ~nobody", "no such folder"],
+        ),
+        ([*HI, "--preset", "~nobody-of-this-name/x.yaml"], ["preset ~nobody", "no such file"]),
+        ([*HI, "--target", "loop", "--method", "beam"], ["target loop cannot be read", "symbolic links"]),
+        ([*HI, "--target", "zero\0byte", "--method", "beam"], ["target zero", "null byte"]),
+        ([*HI, "--target", "closed", "--method", "beam"], ["target closed cannot be read: no permission"]),
+        ([*HI, "--trace=~/run.jsonl"], ["--trace ~/run.jsonl", "left ~ as it is", "home/run.jsonl"]),
+        (["bench", "--dataset", "squad", "--out=~/x"], ["--out ~/x", "left ~ as it is", "home/x"]),
+        (["generate", "--input", "in.txt", "--output", "away/x"], ["away is a link that leads nowhere"]),
+        (["bench", "--dataset", "squad", "--out", "away/x"], ["away is a link that leads nowhere"]),
+        (["bench", "report", "run", "--out", "in.txt/x"], ["--out in.txt/x"]),
+    ],
+)
+def test_paths_that_lead_nowhere(
+    dsbd: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], words: list[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    Path("in.txt").write_text("a\n")
+    Path("loop").symlink_to("loop")
+    Path("away").symlink_to("nowhere")
+    Path("closed").mkdir()
+    access = os.access
+    monkeypatch.setattr(os, "access", lambda path, how: Path(path).name != "closed" and access(path, how))
+    before = sorted(path.name for path in tmp_path.iterdir())
+    dsbd(*arguments).refused(*words)
+    assert sorted(path.name for path in tmp_path.iterdir()) == before
+
+
+def test_a_folder_called_tilde_is_a_folder(
+    dsbd: Call, abc: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    Path("~").mkdir()
+    assert dsbd("generate", "hi", *abc, "--trace=~/run.jsonl").code == 0
+    assert Path("~/run.jsonl").is_file()
+
+
+def test_without_a_home_folder_the_cache_has_to_be_named(dsbd: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+    def nobody() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    for name in ("DSBD_CACHE", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(Path, "home", nobody)
+    dsbd("generate", "hi").refused("no home folder is known", "set DSBD_CACHE")
+
+
+@pytest.mark.parametrize(("code", "left"), [(errno.EACCES, 2), (errno.ENOENT, 2), (errno.EIO, 1)])
+def test_a_fault_of_a_file_that_nobody_foresaw_is_one_line(
+    dsbd: Call, monkeypatch: pytest.MonkeyPatch, code: int, left: int
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(code, os.strerror(code), "some/file")
+
+    monkeypatch.setattr("dsbd_cli.presets.list_presets", refuse)
+    monkeypatch.setattr("dsbd_cli.cli.presets.list_presets", refuse, raising=False)
+    ran = dsbd("presets")
+    assert (ran.code, ran.err) == (left, f"dsbd: some/file cannot be used: {os.strerror(code)}\n")

@@ -406,6 +406,21 @@ def test_a_file_beside_lines_is_told_how_it_is_read(dsbd: Call, tmp_path: Path) 
     prompts.write_text("hello\n")
     dsbd("generate", "--lines", prompts).refused(f"--lines < {prompts}")
     dsbd("generate", "--lines", "hello").refused("a PROMPT has no place beside --lines")
+    for no_name in ("x" * 300, "x\0y"):
+        dsbd("generate", "--lines", no_name).refused("a PROMPT has no place beside --lines")
+
+
+def test_the_name_of_a_file_as_the_prompt_is_told(
+    dsbd: Call, models: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("q.txt").write_text("hello\n")
+    abc = [*pair(models("says", "A")), "--seed", "1"]
+    ran = dsbd("generate", "q.txt", *abc)
+    assert (ran.code, ran.text) == (0, "A\n")
+    assert "dsbd: q.txt is a file, and its name is the prompt: dsbd generate < q.txt reads it\n" in ran.err
+    for prompt in ("q", ".", "x" * 300):
+        assert "is a file" not in dsbd("generate", prompt, *abc).err
 
 
 def test_fewer_beams_than_asked_for_are_told(dsbd: Call, models: Models) -> None:
@@ -417,6 +432,44 @@ def test_fewer_beams_than_asked_for_are_told(dsbd: Call, models: Models) -> None
     ran = dsbd(*command, "--num-return", "3", "--draws", "distinct", "--top-p", "0.5")
     assert "--num-return 3: only 1 beam is distinct (top-k and top-p kept no more)\n" in ran.err
     assert "distinct" not in dsbd(*command, "--num-return", "1").err
+
+
+@pytest.mark.parametrize("json_form", [False, True])
+@pytest.mark.parametrize("form", ["one", "lines", "batch 1", "file"])
+def test_every_form_tells_fewer_beams_alike(
+    dsbd: Call, models: Models, tmp_path: Path, form: str, json_form: bool
+) -> None:
+    """On stderr, of many prompts once with the first and then their number; and in each one's JSON."""
+    few = "--num-return 3: only 1 beam is distinct (--draws distinct keeps more apart)"
+    command = ["generate", *pair(models("says", "A")), "--method", "beam", "--seed", "1", "--max-new-tokens", "4",
+               "--num-return", "3", *(["--json"] if json_form else [])]  # fmt: skip
+    source, output = tmp_path / "in.txt", tmp_path / "out.jsonl"
+    source.write_text("hi\nho\n")
+    if form == "one":
+        ran = dsbd(*command, "hi")
+        assert ran.err.splitlines().count(f"dsbd: {few}") == 1
+    elif form == "file":
+        ran = dsbd(*command, "--input", source, "--output", output)
+    else:
+        ran = dsbd(*command, "--lines", *(["--batch", "1"] if form == "batch 1" else []), stdin=b"hi\nho\n")
+    assert ran.code == 0
+    if form != "one":
+        assert [line for line in ran.err.splitlines() if few in line] == [
+            f"dsbd: line 1: {few}",
+            f"dsbd: 2 prompts: {few}",
+        ]
+    text = output.read_text() if form == "file" else ran.text
+    if json_form or form == "file":
+        records = [encoder.loads(line) for line in text.splitlines()]
+        assert [record["notes"] for record in records] == [[few]] * (1 if form == "one" else 2)
+
+
+def test_notes_of_a_prompt_are_in_its_json(dsbd: Call, models: Models) -> None:
+    command = ["generate", "--raw", *pair(models("says", "A")), "--seed", "1", "--json"]
+    ran = dsbd(*command, "")
+    assert ran.json["notes"] == ["the prompt is empty: the target starts from its BOS token"]
+    assert ran.json["notes"][0] in ran.err
+    assert "notes" not in dsbd(*command, "hi").json
 
 
 @pytest.mark.parametrize("command", [["generate", "hi"], ["chat"], ["tune"], ["generate", "--lines"]])

@@ -107,9 +107,10 @@ def test_lines_that_ask_nothing_are_no_prompts(tmp_path: Path) -> None:
     ("more", "words"),
     [
         (["--method", "beam"], ["beam", "--method dsbd"]),
-        (["--loss", "-1"], ["--loss"]),
+        (["--loss", "-1"], ["--loss", "'-1'"]),
+        (["--loss", "nan"], ["--loss", "'nan'"]),
         (["--out", "x.json"], ["x.json", ".yaml"]),
-        (["--out", "/dev/null.d/x.yaml"], ["/dev/null.d"]),
+        (["--out", "/dev/null/x.yaml"], ["/dev/null is a file, not a folder"]),
         (["nowhere.txt"], ["nowhere.txt"]),
     ],
 )

@@ -129,3 +129,12 @@ def test_going_on_from_an_earlier_draft(target: Any, tmp_path: Path) -> None:
         drafts.start_from(drafts.prune(target, [0]), tmp_path / "draft")
     with pytest.raises(UserError, match="holds no"):
         drafts.start_from(other, tmp_path / "target")
+
+
+def test_saving_a_whole_draft_draws_no_bar_of_another_library(
+    tmp_path: Path, target: Any, capfd: pytest.CaptureFixture[str]
+) -> None:
+    capfd.readouterr()
+    drafts.save_draft(drafts.prune(target, [0, 1]), tmp_path / "draft", share_embeddings=False)
+    assert (tmp_path / "draft" / "model.safetensors").is_file()
+    assert capfd.readouterr() == ("", "")

@@ -100,7 +100,7 @@ def test_the_command_repeats_its_figures_from_stored_answers(
         str(tmp_path / "draft"),
         "--json",
     ]
-    stored = tmp_path / "answers.tokens.safetensors"
+    stored = tmp_path / "new" / "folder" / "answers.tokens.safetensors"
     written = ["--prompts", str(prompts), "--save-answers", str(stored), "--max-new-tokens", "12"]
     assert run([*common, *written]) == 0
     first = json.loads(capsys.readouterr().out)

@@ -76,7 +76,7 @@ def test_special_tokens_are_the_targets(tmp_path):
     assert pair.tokenizer.convert_ids_to_tokens(2) == "<|eot|>"
     assert other.convert_ids_to_tokens(2) == "<|eot|>"
     assert pair.notes == [
-        "1 special token(s) differ, the target's are used: 2 is '<|eot|>', in the draft '<|fim|>'"
+        "1 special token differs, the target's are used: 2 is '<|eot|>', in the draft '<|fim|>'"
     ]
 
 

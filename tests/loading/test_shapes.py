@@ -48,7 +48,7 @@ def test_tensors_that_the_config_does_not_use_are_counted_and_named(folders, rol
     edit(folders / "bad", num_hidden_layers=1)
     notes = load_pair(both(folders, role)).notes
     assert len(notes) == 1
-    said = f"{role} bad: 9 tensor(s) of its weight files are not used by its config (model.layers.1.input_lay"
+    said = f"{role} bad: its config does not use 9 tensors of its weight files (model.layers.1.input_lay"
     assert notes[0].startswith(said)
 
 
@@ -56,7 +56,7 @@ def test_one_tensor_too_many_is_told_and_a_checkpoint_that_fits_says_nothing(fol
     assert load_pair(both(folders, "target")).notes == []
     add(folders / "bad", "model.layers.0.self_attn.q_norm.weight", torch.ones(8))
     notes = load_pair(both(folders, "target")).notes
-    assert [note.split("(s)")[0] for note in notes] == ["target bad: 1 tensor"]
+    assert [note.split(" of its")[0] for note in notes] == ["target bad: its config does not use 1 tensor"]
     assert "q_norm" in notes[0]
 
 
@@ -78,7 +78,7 @@ def test_a_tensor_of_another_shape_is_named_with_both_shapes(folders, role, name
 def test_how_many_more_do_not_fit_is_said(folders):
     for layer in (0, 1):
         add(folders / "bad", f"model.layers.{layer}.mlp.up_proj.weight", torch.zeros(48, 32))
-    with pytest.raises(UserError, match=r"layers.0.mlp.*\(1 more tensor\(s\) do not fit either\)"):
+    with pytest.raises(UserError, match=r"layers.0.mlp.*\(1 more tensor does not fit either\)"):
         load_pair(both(folders, "target"))
 
 

@@ -274,7 +274,7 @@ def test_files_that_cannot_be_read_or_written(tmp_path: Path) -> None:
     events: list[Event] = []
     with (
         pytest.raises(UserError, match="--trace"),
-        record(events, tmp_path / "no" / "folder", FakeDecoder(), "x"),  # type: ignore[arg-type]
+        record(events, tmp_path / "binary" / "file", FakeDecoder(), "x"),  # type: ignore[arg-type]
     ):
         pass
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from dsbd_cli.bench.datasets.files import folder_of, read_jsonl, text_of
 from dsbd_cli.bench.datasets.records import Dataset, MtBenchItem, made
+from dsbd_cli.counted import counted
 from dsbd_cli.errors import UserError
 
 # Template names of the official file, by (has references, second turn).
@@ -47,7 +48,7 @@ def load(data_dir: Path, *, label: str | None = None, builtin: bool = False) -> 
     return made(
         "mt-bench",
         items,
-        label or f"MT-Bench, {len(items)} questions",
+        label or f"MT-Bench, {counted(len(items), 'question')}",
         path,
         empty=f"{path}: no questions",
         source=folder,

@@ -9,6 +9,7 @@ from typing import Any
 from dsbd_cli.bench.datasets.files import read_jsonl, read_text
 from dsbd_cli.bench.datasets.records import Dataset, PlainItem, made
 from dsbd_cli.bench.scoring.squad import is_prose
+from dsbd_cli.counted import counted
 from dsbd_cli.errors import UserError
 
 
@@ -33,7 +34,9 @@ def load(path: Path) -> Dataset:
     # Where most references are prose no answer ever matches one exactly: shared words are what can be counted.
     known = [all(map(is_prose, item.references)) for item in items if item.references]
     kind = "prose" if 2 * sum(known) > len(known) else "jsonl"
-    return made(kind, items, f"{path.name}, {len(items)} prompts", path, empty=f"{path}: no prompts")
+    return made(
+        kind, items, f"{path.name}, {counted(len(items), 'prompt')}", path, empty=f"{path}: no prompts"
+    )
 
 
 def _lines_of(path: Path) -> Iterator[tuple[int, Any]]:

@@ -9,6 +9,7 @@ from typing import Any
 
 from dsbd_cli.bench.datasets.files import folder_of, read_json, read_jsonl, text_of
 from dsbd_cli.bench.datasets.records import Dataset, SquadItem, made
+from dsbd_cli.counted import counted
 from dsbd_cli.errors import UserError
 
 FILES = ("dev-v1.1.json", "dev-v2.0.json", "dev.jsonl", "dev.json", "validation.jsonl")
@@ -29,7 +30,7 @@ def load(data_dir: Path, *, label: str | None = None, builtin: bool = False) -> 
     return made(
         "squad",
         items,
-        label or f"SQuAD {path.name}, {len(items)} questions",
+        label or f"SQuAD {path.name}, {counted(len(items), 'question')}",
         path,
         empty=f"{path}: no question with reference answers",
         builtin=builtin,
