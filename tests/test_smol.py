@@ -18,7 +18,7 @@ from dsbd_cli.settings import Settings
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("smol")]
 # Forests are full: what an adaptive one drafts here, prices off, is nothing.
-FIXED = Settings(threshold=None, verify="cover", forest="full", gamma=6)
+FIXED = Settings(threshold=None, verify="cover", forest="full", gamma=5)
 
 
 @pytest.fixture(scope="module")
