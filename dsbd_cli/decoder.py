@@ -44,6 +44,9 @@ from dsbd_cli.sharing import Buffers
 from dsbd_cli.steps import Owner, Steps
 from dsbd_cli.text import Detokenizer
 
+# What changes the decoder's settings, or takes their place.
+Given = Settings | Mapping[str, Any]
+
 
 class Decoder:
     """A target/draft pair ready to decode.
@@ -129,30 +132,35 @@ class Decoder:
         pair = PairSpec(str(target), None if draft is None else str(draft), **(names | spec))
         return cls(load_pair(pair, need_draft=draft is not None), settings)
 
-    def generate(self, prompt: Prompt, settings: Settings | None = None, *, energy: bool = True) -> Result:
+    def generate(self, prompt: Prompt, settings: Given | None = None, *, energy: bool = True) -> Result:
         """Decode one prompt to the end; `energy` as for `stream`. Calls of several threads wait for each other.
+
+        Args:
+            settings: a mapping is laid over the decoder's own (its preset's); `Settings` take their place, all of them.
 
         Raises:
             UserError: settings or prompt that cannot work with this pair.
             RunError: non-finite logits.
         """
-        events = self._events(prompt, settings or self.settings, Owner(), False, energy)
+        events = self._events(prompt, self.settings_of(settings), Owner(), False, energy)
         return self.step(partial(_result, events))
 
     def stream(
-        self, prompt: Prompt, settings: Settings | None = None, *, reuse: bool = False, energy: bool = True
+        self, prompt: Prompt, settings: Given | None = None, *, reuse: bool = False, energy: bool = True
     ) -> Iterator[Event]:
         """Decode one prompt, yielding events; the last one is `Finished`. Raises like `generate`.
 
         A prompt that is begun before this one has ended takes its caches: then this one raises a UserError.
 
         Args:
+            settings: as for `generate`.
             reuse: keep what the last prompt and its answer share with this one (a chat's history) in
                 the caches; off, because then a result does not depend on what was decoded before.
             energy: measure it; off where the caller does, for reading a card's counter takes a while.
         """
         mine = Owner()
-        following = partial(next, self._events(prompt, settings or self.settings, mine, reuse, energy), None)
+        events = self._events(prompt, self.settings_of(settings), mine, reuse, energy)
+        following = partial(next, events, None)
         while (event := self.step(following, mine)) is not None:
             yield event
 
@@ -172,6 +180,18 @@ class Decoder:
         self.step.take(mine)
         yield from Generation(self, plan, self.ready(settings), draft, reuse).events(energy)
 
+    def settings_of(self, given: Any) -> Settings:
+        """What a call's `settings` are: see `generate`.
+
+        Raises:
+            UserError: settings that are none.
+        """
+        if given is None or isinstance(given, Settings):
+            return given or self.settings
+        if isinstance(given, Mapping):
+            return self.settings.merged(given)
+        raise UserError(f"settings are a mapping of names to values, or Settings, not {type(given).__name__}")
+
     def _models(self) -> list[HfTreeModel]:
         return [self.target] if self.draft is None else [self.target, self.draft]
 
@@ -181,14 +201,14 @@ class Decoder:
         self._path = self.buffers = None
 
     def generate_many(
-        self, prompts: Iterable[Prompt], settings: Settings | Sequence[Settings] | None = None, *,
+        self, prompts: Iterable[Prompt], settings: Given | Sequence[Given] | None = None, *,
         batch: int | None = None,
     ) -> Iterator[Result]:  # fmt: skip
         """Decode many prompts at a time; results in the order of the prompts, each as `generate` gives it.
 
         Args:
             prompts: taken as places become free.
-            settings: for all of them, or one for each prompt.
+            settings: for all of them, or one for each prompt; each as for `generate`.
             batch: how many at a time; None: as many as this machine does well.
 
         Raises:
@@ -200,10 +220,16 @@ class Decoder:
             raise UserError("generate_many takes a list of prompts, not one text")
         if batch is not None and (type(batch) is not int or batch < 1):
             raise UserError(f"batch must be a whole number of at least 1, not {batch!r}")
-        own = self.settings if settings is None else settings
-        each = itertools.repeat(own) if isinstance(own, Settings) else own
+        each: Iterable[Any]
+        if settings is None or isinstance(settings, (Settings, Mapping)):
+            each = itertools.repeat(self.settings_of(settings))
+        elif isinstance(settings, Iterable) and not isinstance(settings, (str, bytes)):
+            each = settings
+        else:
+            each = itertools.repeat(self.settings_of(settings))  # which says what they may be
+        asked = ((prompt, self.settings_of(one)) for prompt, one in _paired(prompts, each))
         with Batch(self, batch) as running:
-            for answer in in_order(running.answers(_paired(prompts, each))):
+            for answer in in_order(running.answers(asked)):
                 if answer.error is not None:
                     raise answer.error
                 assert answer.result is not None
@@ -324,7 +350,7 @@ def _result(events: Iterator[Event]) -> Result:
     raise AssertionError("a run ends with Finished")
 
 
-def _paired(prompts: Iterable[Prompt], settings: Iterable[Settings]) -> Iterator[tuple[Prompt, Settings]]:
+def _paired(prompts: Iterable[Prompt], settings: Iterable[Any]) -> Iterator[tuple[Prompt, Any]]:
     """Prompts with their settings.
 
     Raises:

@@ -443,6 +443,24 @@ def test_prompts_and_settings_have_to_match(decoder: Decoder) -> None:
     assert len(list(decoder.generate_many(["a", "b"], iter([own] * 3)))) == 2  # type: ignore[arg-type]
 
 
+def test_a_mapping_changes_the_decoders_settings_and_settings_take_their_place(decoder: Decoder) -> None:
+    """`Settings(seed=1)` drops whatever the preset says, and somebody meant a seed."""
+    own = Decoder(decoder.pair, dataclasses.replace(decoder.settings, width=3, max_new_tokens=5))
+    result = own.generate("one", {"seed": 7})
+    assert (result.settings.width, result.settings.max_new_tokens, result.seed) == (3, 5, 7)
+    assert own.generate("one", Settings(seed=7, max_new_tokens=2)).settings.width == Settings().width
+    (*_, finished) = own.stream("one", {"max_new_tokens": 2, "seed": 7})
+    assert finished.result.settings == dataclasses.replace(own.settings, max_new_tokens=2, seed=7)
+    for given in ({"seed": 7}, [{"seed": 7}, dataclasses.replace(own.settings, seed=7)]):
+        assert [one.settings.width for one in own.generate_many(["one", "two"], given)] == [3, 3]
+        assert [one.seed for one in own.generate_many(["one", "two"], given)] == [7, 7]
+    with pytest.raises(UserError, match="unknown setting 'witdh'"):
+        own.generate("one", {"witdh": 2})
+    for call in (own.generate, lambda *given: list(own.generate_many(*given))):
+        with pytest.raises(UserError, match="a mapping of names to values, or Settings, not int"):
+            call(["one"] if call is not own.generate else "one", 3)
+
+
 def prices_of(tmp_path: Path, draft_ms: float) -> str:
     """A file of prices with drafted layers that cost so much beside a target call of 1."""
     curve = {"nodes": [1, 64], "ms": [1.0, 1.2]}
