@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import triton
@@ -142,13 +142,15 @@ def sum_of_both(x: Tensor, here: Tensor, there: Tensor, counts: Tensor, tries: i
 
 @dataclass(frozen=True)
 class Rows:
-    """Memory of two cards for sums of rows, each row of them always at one place.
+    """Memory of two cards for sums of rows, each row of them always at one place: of one width, or a row would find
+    another's older words where its own are to come, and take them if they have its count.
 
     Attributes:
         few_here, few_there: int64 [2, words]: words and counts that the other process writes, and that it reads.
         many_here, many_there: int32 [2, words]: likewise of many rows, without counts.
         done_here, done_there: int32 [2, rows]: their counts.
         counts: int32 [rows]: sums so far, of whatever kind.
+        widths: words of a row, once there was one.
     """
 
     few_here: Tensor
@@ -158,10 +160,20 @@ class Rows:
     done_here: Tensor
     done_there: Tensor
     counts: Tensor
+    widths: list[int] = field(default_factory=list)
 
     def take(self, count: int, words: int) -> bool:
-        """Whether there is room for `count` rows of so many words."""
-        return count <= len(self.counts) and count * words <= self.many_here.shape[1]
+        """Whether there is room for `count` rows of so many words; all others are as wide as the first."""
+        if count > len(self.counts) or count * words > self.many_here.shape[1]:
+            return False
+        if not self.widths:
+            self.widths.append(words)
+        return self.widths == [words]
+
+    def clear(self) -> None:
+        """As if there had been no sums; the other process is not to be in one."""
+        for one in (self.few_here, self.many_here, self.done_here, self.counts):
+            one.zero_()
 
 
 def normed_sum_of_both(

@@ -9,11 +9,16 @@ from typing import Any
 from dsbd_cli.errors import UserError
 from dsbd_cli.names import near
 from dsbd_cli.settings import Settings, broken
+from dsbd_cli.turns import encode_quoted, in_parts, quote, spoken, texts_of, unquote
 
 _KINDS = "a prompt is a text, a list of messages {role, content}, or a list of token ids"
 # Roles that every template knows or refuses by itself, and those that some know.
 _ROLES = ("system", "user", "assistant")
+_LEADING = ("system", "developer")  # of turns that stand before a conversation
 _FURTHER_ROLES = ("tool", "developer", "function", "ipython", "model")
+# A template that asks for a role in small letters, however it is written.
+_LOWERED = re.compile(r"role['\"]?\]?\s*(\|\s*lower|\.lower\(\))")
+_LETTERS = range(0x20000, 0x2A6D7)  # ideographs that no template writes
 Prompt = str | Sequence[Mapping[str, str]] | Sequence[int]
 
 
@@ -76,9 +81,9 @@ def is_blank(prompt: Any) -> bool:
     return isinstance(prompt, str) and not prompt.strip()
 
 
-def _check_text(text: Any) -> None:
+def _check_text(content: Any) -> None:
     """Refuse what no tokenizer takes; it would be a TypeError from deep inside."""
-    if isinstance(text, str) and broken(text):
+    if any(broken(text) for text in texts_of(content)):
         raise UserError(
             "the prompt is not UTF-8 text (it holds a broken byte or half a surrogate pair): mend its encoding"
         )
@@ -96,6 +101,8 @@ def _check_role(role: Any, number: int, tokenizer: Any) -> None:
     template = tokenizer.chat_template
     named = "\n".join(map(str, template.values())) if isinstance(template, Mapping) else str(template)
     if role in _ROLES or (isinstance(role, str) and _names(named, role)):
+        return
+    if isinstance(role, str) and role.lower() in _ROLES and _LOWERED.search(named):
         return
     # Those that it asks for; its prose may hold such words too.
     known = [*_ROLES, *(word for word in _FURTHER_ROLES if f"'{word}'" in named or f'"{word}"' in named)]
@@ -124,7 +131,7 @@ def _once_bos(ids: list[int], tokenizer: Any) -> list[int]:
     return ids if ids else [_bos(tokenizer)]
 
 
-def _chat(messages: list[dict[str, str]], tokenizer: Any, settings: Settings) -> tuple[list[int], list[str]]:
+def _chat(messages: list[dict[str, Any]], tokenizer: Any, settings: Settings) -> tuple[list[int], list[str]]:
     system = settings.system
     if not system:
         return _template(messages, tokenizer)
@@ -135,119 +142,88 @@ def _chat(messages: list[dict[str, str]], tokenizer: Any, settings: Settings) ->
         return _template([{"role": "system", "content": system}, *messages], tokenizer)
     except UserError:
         # Some templates know no system role; the words still belong before the user's own.
-        first = messages[0] | {"content": f"{system}\n\n{messages[0]['content']}"}
-        ids, notes = _template([first, *messages[1:]], tokenizer)
+        at = next((at for at, turn in enumerate(messages) if turn.get("role") == "user"), None)
+        if at is None:
+            raise
+        content = messages[at].get("content") or ""
+        first = (
+            [{"type": "text", "text": f"{system}\n\n"}, *content]
+            if in_parts(content)
+            else f"{system}\n\n{content}"
+        )
+        ids, notes = _template(
+            [*messages[:at], messages[at] | {"content": first}, *messages[at + 1 :]], tokenizer
+        )
         return ids, ["the chat template takes no system turn: its text leads the first user turn", *notes]
 
 
-def _template(messages: list[dict[str, str]], tokenizer: Any) -> tuple[list[int], list[str]]:
+def _template(messages: list[dict[str, Any]], tokenizer: Any) -> tuple[list[int], list[str]]:
     """Token ids of a conversation, up to where the assistant is to go on, and notes."""
     last = messages[-1]
     goes_on = last.get("role") == "assistant" and bool(last.get("content"))
     if last.get("role") == "assistant" and not goes_on and len(messages) > 1:
         messages = messages[:-1]  # nothing to go on from: the template opens that turn itself
-    quoted, marks = _quote(messages, tokenizer)
+    quoted, marks = quote(messages, tokenizer)
 
-    def rendered(turns: list[dict[str, str]]) -> str:
+    def rendered(turns: list[dict[str, Any]]) -> str:
         how = {"add_generation_prompt": not goes_on, "continue_final_message": goes_on, "tokenize": False}
         return str(tokenizer.apply_chat_template(turns, **how))
 
     try:
         text = rendered(quoted)
     except Exception as error:  # jinja raises many kinds; all of them are the template's own words
-        said = _unquote(str(error), marks)
+        said = unquote(str(error), marks)
         raise UserError(f"the chat template refuses this prompt: {said} (--raw leaves it out)") from None
-    _check_whole(messages, rendered)
-    ids, notes = _encode_quoted(text, marks, tokenizer)
-    return _once_bos(ids, tokenizer), notes
+    left_out = _check_whole(messages, rendered)
+    ids, notes = encode_quoted(text, marks, tokenizer)
+    return _once_bos(ids, tokenizer), [*left_out, *notes]
 
 
-def _check_whole(messages: list[dict[str, str]], rendered: Callable[[list[dict[str, str]]], str]) -> None:
+def _check_whole(
+    messages: list[dict[str, Any]], rendered: Callable[[list[dict[str, Any]]], str]
+) -> list[str]:
     """Refuse a conversation of which the template leaves out a turn without a word, as some do with roles.
 
-    Templates trim, shorten and quote what is said, so that other words are looked for, which leave nothing to change.
+    Templates trim, shorten, quote and capitalize what is said: a letter without case is said instead, by each turn
+    one of its own, of which all that leaves is the same.
 
     Args:
         rendered: makes the template's text of messages.
+
+    Returns:
+        Notes: a template that keeps the latest turns of a long conversation only does what it is for.
     """
-    if len(messages) == 1:
-        return
-    marked = [turn | {"content": f"turn{place}words"} for place, turn in enumerate(messages)]
+    marks = [chr(_LETTERS.start + place % len(_LETTERS)) for place in range(len(messages))]
+    marked = [spoken(turn, lambda _, mark=mark: mark) for turn, mark in zip(messages, marks, strict=True)]  # type: ignore[misc]
     try:
-        text = rendered(marked)
+        written = set(rendered(marked))
     except Exception:  # it looks for something in the words that these have not
-        return
-    for place, (turn, mark) in enumerate(zip(messages, marked, strict=True), start=1):
-        said = turn.get("content")
-        silent = isinstance(said, str) and not said.strip()
-        # A turn with more keys may be one of calls, written as its calls.
-        if mark["content"] not in text and not silent and turn.keys() == {"role", "content"}:
-            raise UserError(
-                f"the target's chat template leaves out message {place}, of role {turn['role']!r}: "
-                "leave it out too, or give its words to another turn"
-            )
-
-
-# Special words in a turn. They are text there: `</s>` that somebody types must not end their turn. The template
-# is given a private-use character in place of each, so that in its output they differ from its own.
-
-
-def _quote(messages: list[dict[str, str]], tokenizer: Any) -> tuple[list[dict[str, str]], dict[str, str]]:
-    """The messages with a mark for each special word in them, and the words by mark."""
-    contents = [turn["content"] for turn in messages if isinstance(turn.get("content"), str)]
-    whole = "\0".join(contents)
-    words = [word for word in _special_words(tokenizer) if word in whole]
-    if not words:
-        return messages, {}
-    free = (chr(code) for code in range(0xE000, 0xF900) if chr(code) not in whole)
-    marks = dict(zip(free, sorted(words, key=len, reverse=True), strict=False))
-    # In one pass, the longest word first: one special word may begin another.
-    pattern = re.compile("|".join(map(re.escape, marks.values())))
-    mark_of = {word: mark for mark, word in marks.items()}
-
-    def quoted(text: Any) -> Any:
-        return pattern.sub(lambda found: mark_of[found[0]], text) if isinstance(text, str) else text
-
-    return [turn | {"content": quoted(turn.get("content"))} for turn in messages], marks
-
-
-def _unquote(text: str, marks: Mapping[str, str]) -> str:
-    for mark, word in marks.items():
-        text = text.replace(mark, word)
-    return text
-
-
-def _encode_quoted(text: str, marks: Mapping[str, str], tokenizer: Any) -> tuple[list[int], list[str]]:
-    """Ids of a template's output: marked words as text, the template's own special words as tokens."""
-    if not any(mark in text for mark in marks):
-        return _ids(tokenizer, text), []
-    if not tokenizer.is_fast:  # tells no offsets
-        words = ", ".join(marks.values())
-        return _ids(tokenizer, _unquote(text, marks)), [f"this tokenizer takes {words} in a turn as a token"]
-    special = {token for token, facts in tokenizer.added_tokens_decoder.items() if facts.special}
-    found = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-    tokens = list(zip(found["input_ids"], found["offset_mapping"], strict=True))
-    ids: list[int] = []
-    begin = 0
-    run: list[int] = []
-    # Special tokens cut a text into runs that are encoded each for itself; a run with a mark is encoded anew.
-    for token, (left, right) in [*tokens, (-1, (len(text), len(text)))]:
-        if token >= 0 and token not in special:
-            run.append(token)
-            continue
-        piece = text[begin:left]
-        if any(mark in piece for mark in marks):
-            run = _ids(tokenizer, _unquote(piece, marks), split_special_tokens=True)
-        ids += [*run, token] if token >= 0 else run
-        run, begin = [], right
-    return ids, []
-
-
-def _special_words(tokenizer: Any) -> list[str]:
-    added = [str(facts) for facts in tokenizer.added_tokens_decoder.values() if facts.special]
-    return list(dict.fromkeys([*added, *map(str, tokenizer.all_special_tokens)]))
-
-
-def _ids(tokenizer: Any, text: str, **how: Any) -> list[int]:
-    """Not `verbose`: that a prompt is too long is said by us, in one line, where it matters."""
-    return list(tokenizer(text, add_special_tokens=False, verbose=False, **how)["input_ids"])
+        return []
+    # A turn with more keys may be one of calls, written as its calls.
+    left_out = [
+        place
+        for place, (turn, mark) in enumerate(zip(messages, marks, strict=True))
+        if mark not in written
+        and turn.keys() == {"role", "content"}
+        and "".join(texts_of(turn["content"])).strip()
+    ]
+    if not left_out:
+        return []
+    if len(messages) == 1:
+        raise UserError(
+            "the target's chat template leaves out the prompt's words (--raw leaves out the template)"
+        )
+    roles = [turn["role"] for turn in messages]
+    before = [role for role, mark in zip(roles[: left_out[-1] + 1], marks, strict=False) if mark in written]
+    cut = {roles[place] for place in left_out}
+    if (
+        "user" in cut
+        and not cut & set(_LEADING)
+        and set(before) <= set(_LEADING)
+        and "user" in roles[left_out[-1] + 1 :]
+    ):
+        return [f"the chat template leaves out what was said up to message {left_out[-1] + 1}"]
+    raise UserError(
+        f"the target's chat template leaves out message {left_out[0] + 1}, of role {roles[left_out[0]]!r}: "
+        "leave it out too, or give its words to another turn"
+    )

@@ -264,6 +264,112 @@ def test_a_turn_that_the_template_leaves_out_is_refused(tmp_path):
     assert "leads the first user turn" in notes[0]
 
 
+def said(turns, one, settings=PLAIN):
+    """The text whose ids a conversation gives, and notes."""
+    found, notes = encode(turns, one, settings, builders.VOCAB)
+    return one.decode(found), notes
+
+
+TALK = [
+    {"role": "user", "content": "north south"},
+    {"role": "assistant", "content": "east west"},
+    {"role": "user", "content": "c"},
+]
+
+
+@pytest.mark.parametrize(
+    ("how", "wanted"),
+    [
+        ("[:5]", "[user]north<|eot|>[assistant]east <|eot|>[user]c<|eot|>"),
+        (" | upper", "[user]NORTH SOUTH<|eot|>[assistant]EAST WEST<|eot|>[user]C<|eot|>"),
+        (" | capitalize", "[user]North south<|eot|>[assistant]East west<|eot|>[user]C<|eot|>"),
+        (" | tojson", '[user]"north south"<|eot|>[assistant]"east west"<|eot|>[user]"c"<|eot|>'),
+        (".split()[0]", "[user]north<|eot|>[assistant]east<|eot|>[user]c<|eot|>"),
+    ],
+)
+def test_words_in_another_form_are_not_left_out(tmp_path, how, wanted):
+    one = builders.tok(tmp_path, chat_template=CHAT.replace("m.content", f"m.content{how}"))
+    assert said(TALK, one) == (f"<s>{wanted}[assistant]", [])
+
+
+def test_a_template_that_keeps_the_latest_turns_of_a_long_conversation_says_so(tmp_path):
+    one = builders.tok(tmp_path, chat_template=CHAT.replace("in messages", "in messages[-3:]"))
+    assert said(TALK, one)[1] == []
+    text, notes = said([*TALK, {"role": "assistant", "content": "d"}, {"role": "user", "content": "e"}], one)
+    assert text == "<s>[user]c<|eot|>[assistant]d<|eot|>[user]e<|eot|>[assistant]"
+    assert notes == ["the chat template leaves out what was said up to message 2"]
+    led = "{% if messages[0].role == 'system' %}{{ messages[0].content }}{% endif %}"
+    lead = {"role": "system", "content": "be"}
+    keeps = builders.tok(
+        tmp_path / "led", chat_template=led + CHAT.replace("in messages", "in messages[1:][-1:]")
+    )
+    assert said([lead, *TALK], keeps) == (
+        "be<s>[user]c<|eot|>[assistant]", ["the chat template leaves out what was said up to message 3"]
+    )  # fmt: skip
+    # Its own words gone, or a turn between others, is another matter.
+    with pytest.raises(UserError, match="leaves out message 1, of role 'system'"):
+        said([lead, *TALK], one)
+    some = CHAT.replace("in messages", "in messages if m.role == 'user'")
+    with pytest.raises(UserError, match="leaves out message 2, of role 'assistant'"):
+        said(TALK, builders.tok(tmp_path / "some", chat_template=some))
+
+
+PARTS = (
+    "{{ bos_token }}{% for m in messages %}[{{ m.role }}]{% for part in m.content %}{% if part.type == 'text' %}"
+    "{{ part.text }}{% endif %}{% endfor %}<|eot|>{% endfor %}[assistant]"
+)
+
+
+def of_parts(role, *texts):
+    return {"role": role, "content": [{"type": "text", "text": text} for text in texts]}
+
+
+def test_turns_of_parts_are_turns_too(tmp_path):
+    one = builders.tok(tmp_path, chat_template=PARTS)
+    turns = [of_parts("user", "a</s>", "b"), of_parts("assistant"), of_parts("user", "c")]
+    found, notes = encode(turns, one, PLAIN, builders.VOCAB)
+    assert EOS not in found  # a special word is text there too
+    assert (one.decode(found), notes) == (
+        "<s>[user]a</s>b<|eot|>[assistant]<|eot|>[user]c<|eot|>[assistant]",
+        [],
+    )
+    no_system = builders.tok(tmp_path / "no", chat_template=NO_SYSTEM.replace(CHAT, PARTS))
+    assert said(turns[2:], no_system, Settings(system="be"))[0] == "<s>[user]be\n\nc<|eot|>[assistant]"
+    with pytest.raises(UserError, match="not UTF-8"):
+        said([of_parts("user", "\udc80")], one)
+
+
+def test_a_prompt_whose_words_the_template_has_no_place_for_is_refused(tmp_path):
+    one = builders.tok(tmp_path, chat_template=PARTS)
+    for prompt in ("words", [{"role": "user", "content": "words"}]):
+        with pytest.raises(UserError, match="leaves out the prompt's words"):
+            said(prompt, one)
+
+
+def test_a_system_text_leads_the_first_turn_of_the_user_whoever_speaks_first(tmp_path):
+    one = builders.tok(tmp_path, chat_template=NO_SYSTEM)
+    greeting = {"role": "assistant", "content": "hello"}
+    assert said([greeting, TALK[2]], one, Settings(system="be"))[0] == (
+        "<s>[assistant]hello<|eot|>[user]be\n\nc<|eot|>[assistant]"
+    )
+    # With nobody to give it to, and for a turn that says nothing.
+    with pytest.raises(UserError, match="no system role"):
+        said([greeting], one, Settings(system="be"))
+    calls = CHAT.replace("m.content", "m.content or 'calls'")
+    none = builders.tok(tmp_path / "none", chat_template=NO_SYSTEM.replace(CHAT, calls))
+    assert "[user]be" in said([{"role": "user", "tool_calls": "x"}], none, Settings(system="be"))[0]
+
+
+def test_a_role_in_capitals_is_known_to_a_template_that_reads_it_in_small_letters(tmp_path):
+    turns = [{"role": "User", "content": "a"}, *TALK[1:]]
+    for place, lowered in enumerate(("m.role|lower", "m['role'] | lower", "m.role.lower()")):
+        template = CHAT.replace("{{ m.role }}", f"{{{{ {lowered} }}}}")
+        one = builders.tok(tmp_path / str(place), chat_template=template)
+        assert said(turns, one)[0].startswith("<s>[user]a")
+        with pytest.raises(UserError, match="message 1 has the role 'usr'"):
+            said([{"role": "usr", "content": "a"}], one)
+
+
 def test_words_that_a_template_shortens_are_not_left_out(tmp_path):
     """As reasoning models do with what came before an earlier answer."""
     thinks = CHAT.replace("m.content", "m.content.split('</think>')[-1]")
@@ -273,6 +379,6 @@ def test_words_that_a_template_shortens_are_not_left_out(tmp_path):
         {"role": "assistant", "content": "well</think>b"},
         {"role": "user", "content": "c"},
     ]
-    said = one.decode(ids(turns, one))
-    assert "[assistant]b" in said
-    assert "well" not in said
+    text, _ = said(turns, one)
+    assert "[assistant]b" in text
+    assert "well" not in text

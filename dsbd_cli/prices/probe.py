@@ -54,8 +54,8 @@ def torn(others: float | None) -> bool:
 def one_thread() -> Iterator[None]:
     """Where others have a core, threads that wait for each other take any time: one alone finds a core that is free."""
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)
     try:
+        torch.set_num_threads(1)
         yield
     finally:
         torch.set_num_threads(threads)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import multiprocessing
 import random
@@ -16,9 +17,10 @@ import torch
 
 from dsbd_cli.decoding import Node
 from dsbd_cli.errors import UserError
-from dsbd_cli.prices import Curve, Prices, store
+from dsbd_cli.prices import Curve, Prices, probe, store
 from dsbd_cli.prices.measure import COUNTS, measure
 from dsbd_cli.prices.probe import Probe
+from tests import interrupting
 
 SIMPLE = Prices(Curve((1, 16), (4.0, 5.0)), Curve((1,), (0.5,)), 0.1, "measured once")
 
@@ -150,6 +152,29 @@ def test_beside_others_forwards_are_timed_by_one_thread(
     assert set(asked) == ({1, 2} if share > 0.5 and threads == 2 else {threads})
     assert asked == sorted(asked, reverse=True)
     assert found.target(1) == pytest.approx(TARGET(1) * (1 if asked[-1] == 1 else 7), rel=0.02)
+
+
+def test_the_number_of_threads_comes_back_wherever_it_is_interrupted() -> None:
+    before = torch.get_num_threads()
+
+    def timed() -> None:
+        with probe.one_thread():
+            assert torch.get_num_threads() == 1
+
+    torch.set_num_threads(2)
+    try:
+        timed()
+        points = interrupting.points_of(timed)
+        assert points
+        for point in points:
+            assert interrupting.interrupted(timed, point)
+            gc.collect()  # a block that was never entered
+            assert torch.get_num_threads() == 2, point
+        with pytest.raises(ZeroDivisionError), probe.one_thread():
+            _ = 1 // 0
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("scale", [0.01, 1, 10, 100])

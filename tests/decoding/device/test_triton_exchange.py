@@ -167,8 +167,32 @@ def test_triton_counts_of_rows_wrap_around(before: int, many: bool) -> None:
     assert room.counts[:2].tolist() == [count] * 2
 
 
+def test_triton_rows_of_another_width_would_take_older_words_and_are_not_taken() -> None:
+    room = rows()
+    wide, narrow = torch.ones((1, 16), device=DEVICE), torch.ones((2, 8), device=DEVICE)
+
+    def summed(own: torch.Tensor, many: bool) -> torch.Tensor:
+        weight = torch.ones(own.shape[1], device=DEVICE)
+        return normed_sum_of_both(own, weight, 0.0, room, 3, many)[0]
+
+    assert room.take(1, 16)
+    assert not room.take(2, 8)
+    assert room.take(2, 16)
+    for _ in range(3):
+        arrived(room, 5 * wide, False)
+        assert torch.equal(summed(wide, False), 6 * wide)
+    for _ in range(2):
+        arrived(room, narrow, True)
+        summed(narrow, True)
+    # The third sum of the second row finds the third of a wide row, where nothing has arrived.
+    assert torch.equal(summed(narrow, False)[1], 6 * narrow[1])
+    room.clear()
+    assert not torch.equal(summed(narrow, False)[1], 6 * narrow[1])
+    assert room.counts.tolist() == [1, 1, 0, 0, 0, 0]
+
+
 def test_rows_are_taken_where_there_is_room() -> None:
     room = rows()
-    assert room.take(6, 48)
     assert not room.take(7, 8)
     assert not room.take(6, 49)
+    assert room.take(6, 48)
