@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from dsbd_cli.errors import UserError
+from dsbd_cli.messages import NOT_RAW, ask_nothing, check
 from dsbd_cli.names import near
 from dsbd_cli.settings import Settings, broken
 from dsbd_cli.turns import encode_quoted, in_parts, quote, spoken, texts_of, unquote
@@ -37,18 +39,16 @@ def encode(
     may hold the question.
 
     Raises:
-        UserError: nothing asked, no BOS for an empty prompt, a template that refuses, ids out of the vocabulary,
-            a system turn for a model without a template, or beside one that the messages hold; a role that the
-            template does not know, or a turn that it leaves out.
+        UserError: nothing asked, messages in a raw prompt or that no template can write, no BOS for an empty
+            prompt, a template that refuses, ids out of the vocabulary, a system turn for a model without a template, or beside one
+            that the messages hold; a role that the template does not know, or a turn that it leaves out.
     """
     if isinstance(prompt, str):
         _check_text(prompt)
-        if is_blank(prompt) and tokenizer.chat_template and not settings.raw and not settings.system:
-            raise UserError(
-                "the prompt is empty: nothing is asked (with --raw the target starts from nothing; in Python: raw=True)"
-            )
+        if is_blank(prompt) and not settings.system:
+            _refuse_blank(tokenizer, settings)
         if not prompt and not settings.system:
-            return [_bos(tokenizer)], ["the prompt is empty: the target starts from its BOS token"]
+            return _from_bos(tokenizer)
         if settings.raw or not tokenizer.chat_template:
             if settings.system and settings.raw:
                 raise UserError("--system has no place in a raw prompt: leave out one of --system and --raw")
@@ -56,19 +56,25 @@ def encode(
                 raise UserError("the target has no chat template, so a system turn has no place: "
                                 "put that text into the prompt")  # fmt: skip
             return _once_bos(list(tokenizer(prompt, verbose=False)["input_ids"]), tokenizer), []
-        return _chat([{"role": "user", "content": prompt}], tokenizer, settings)
+        return _chat([{"role": "user", "content": prompt}], tokenizer, settings, " (--raw leaves it out)")
     if isinstance(prompt, (bytes, bytearray)) or not isinstance(prompt, Iterable):
         raise UserError(f"{_KINDS}, not {type(prompt).__name__}")
     items: list[Any] = list(prompt)
-    if items and all(isinstance(item, Mapping) for item in items):
+    if any(isinstance(item, Mapping) for item in items):
+        check(items)
         if not tokenizer.chat_template:
             raise UserError("the target has no chat template: give the prompt as text, not as messages")
+        if settings.raw:
+            raise UserError(NOT_RAW)
         for number, item in enumerate(items, start=1):
             _check_role(item.get("role"), number, tokenizer)
             _check_text(item.get("content"))
+        if ask_nothing(items) and not settings.system:
+            raise UserError("the last turn of the messages is empty: nothing is asked")
         return _chat([dict(item) for item in items], tokenizer, settings)
     if not items:
-        return [_bos(tokenizer)], []
+        _refuse_blank(tokenizer, settings)
+        return _from_bos(tokenizer)
     if not all(isinstance(item, int) and not isinstance(item, bool) for item in items):
         raise UserError(_KINDS)
     if min(items) < 0 or max(items) >= vocab_size:
@@ -77,8 +83,20 @@ def encode(
 
 
 def is_blank(prompt: Any) -> bool:
-    """Whether it is a text that says nothing."""
-    return isinstance(prompt, str) and not prompt.strip()
+    """Whether it is a text that says nothing, or checked messages that ask nothing."""
+    return not prompt.strip() if isinstance(prompt, str) else ask_nothing(prompt)
+
+
+def _refuse_blank(tokenizer: Any, settings: Settings) -> None:
+    """Refuse an empty prompt of any kind where it would be a turn."""
+    if tokenizer.chat_template and not settings.raw:
+        raise UserError(
+            "the prompt is empty: nothing is asked (with --raw the target starts from nothing; in Python: raw=True)"
+        )
+
+
+def _from_bos(tokenizer: Any) -> tuple[list[int], list[str]]:
+    return [_bos(tokenizer)], ["the prompt is empty: the target starts from its BOS token"]
 
 
 def _check_text(content: Any) -> None:
@@ -131,15 +149,18 @@ def _once_bos(ids: list[int], tokenizer: Any) -> list[int]:
     return ids if ids else [_bos(tokenizer)]
 
 
-def _chat(messages: list[dict[str, Any]], tokenizer: Any, settings: Settings) -> tuple[list[int], list[str]]:
+def _chat(
+    messages: list[dict[str, Any]], tokenizer: Any, settings: Settings, way_out: str = ""
+) -> tuple[list[int], list[str]]:
+    """Ids of a conversation behind the settings' system turn, and notes; `way_out` ends a template's refusal."""
     system = settings.system
     if not system:
-        return _template(messages, tokenizer)
+        return _template(messages, tokenizer, way_out)
     if any(turn.get("role") == "system" for turn in messages):
         raise UserError("the messages hold a system turn of their own: leave out --system (or a preset's, with "
                         '--system ""), or that turn')  # fmt: skip
     try:
-        return _template([{"role": "system", "content": system}, *messages], tokenizer)
+        return _template([{"role": "system", "content": system}, *messages], tokenizer, way_out)
     except UserError:
         # Some templates know no system role; the words still belong before the user's own.
         at = next((at for at, turn in enumerate(messages) if turn.get("role") == "user"), None)
@@ -152,12 +173,14 @@ def _chat(messages: list[dict[str, Any]], tokenizer: Any, settings: Settings) ->
             else f"{system}\n\n{content}"
         )
         ids, notes = _template(
-            [*messages[:at], messages[at] | {"content": first}, *messages[at + 1 :]], tokenizer
+            [*messages[:at], messages[at] | {"content": first}, *messages[at + 1 :]], tokenizer, way_out
         )
         return ids, ["the chat template takes no system turn: its text leads the first user turn", *notes]
 
 
-def _template(messages: list[dict[str, Any]], tokenizer: Any) -> tuple[list[int], list[str]]:
+def _template(
+    messages: list[dict[str, Any]], tokenizer: Any, way_out: str
+) -> tuple[list[int], list[str]]:
     """Token ids of a conversation, up to where the assistant is to go on, and notes."""
     last = messages[-1]
     goes_on = last.get("role") == "assistant" and bool(last.get("content"))
@@ -172,15 +195,47 @@ def _template(messages: list[dict[str, Any]], tokenizer: Any) -> tuple[list[int]
     try:
         text = rendered(quoted)
     except Exception as error:  # jinja raises many kinds; all of them are the template's own words
+        _check_parts(messages, rendered)
         said = unquote(str(error), marks)
-        raise UserError(f"the chat template refuses this prompt: {said} (--raw leaves it out)") from None
-    left_out = _check_whole(messages, rendered)
+        raise UserError(f"the chat template refuses this prompt: {said}{way_out}") from None
+    _check_parts(messages, rendered)
+    left_out = _check_whole(messages, rendered, way_out)
     ids, notes = encode_quoted(text, marks, tokenizer)
     return _once_bos(ids, tokenizer), [*left_out, *notes]
 
 
+def _check_parts(messages: list[dict[str, Any]], rendered: Callable[[list[dict[str, Any]]], str]) -> None:
+    """Refuse parts under a template that reads texts alone: it would fail in words of its own, or write the list.
+
+    Args:
+        rendered: makes the template's text of messages.
+    """
+    places = [place for place, turn in enumerate(messages) if in_parts(turn.get("content"))]
+    if not places:
+        return
+    try:
+        written = rendered(messages)
+    except Exception:
+        whole = [
+            turn | {"content": "".join(texts_of(turn["content"]))} if place in places else turn
+            for place, turn in enumerate(messages)
+        ]
+        try:
+            rendered(whole)
+        except Exception:  # not for the parts
+            return
+    else:
+        parts = [part for place in places for part in messages[place]["content"]]
+        if not any(form in written for part in parts for form in (str(part), json.dumps(part, ensure_ascii=False))):
+            return
+    raise UserError(
+        f"message {places[0] + 1} has its content in parts, which the target's chat template does not read: "
+        "give it as one text"
+    )
+
+
 def _check_whole(
-    messages: list[dict[str, Any]], rendered: Callable[[list[dict[str, Any]]], str]
+    messages: list[dict[str, Any]], rendered: Callable[[list[dict[str, Any]]], str], way_out: str
 ) -> list[str]:
     """Refuse a conversation of which the template leaves out a turn without a word, as some do with roles.
 
@@ -189,6 +244,7 @@ def _check_whole(
 
     Args:
         rendered: makes the template's text of messages.
+        way_out: ends the error.
 
     Returns:
         Notes: a template that keeps the latest turns of a long conversation only does what it is for.
@@ -210,9 +266,7 @@ def _check_whole(
     if not left_out:
         return []
     if len(messages) == 1:
-        raise UserError(
-            "the target's chat template leaves out the prompt's words (--raw leaves out the template)"
-        )
+        raise UserError(f"the target's chat template leaves out the prompt's words{way_out}")
     roles = [turn["role"] for turn in messages]
     before = [role for role, mark in zip(roles[: left_out[-1] + 1], marks, strict=False) if mark in written]
     cut = {roles[place] for place in left_out}

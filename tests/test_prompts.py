@@ -8,7 +8,7 @@ import pytest
 from tokenizers import decoders, normalizers, pre_tokenizers
 
 from dsbd_cli.errors import UserError
-from dsbd_cli.prompts import encode
+from dsbd_cli.prompts import encode, is_blank
 from dsbd_cli.settings import Settings
 from tests import builders
 
@@ -189,6 +189,88 @@ def test_what_is_no_prompt_is_refused(prompt, tokenizer):
         ids(prompt, tokenizer)
 
 
+# Messages that no template can write, and those that ask nothing.
+
+
+@pytest.mark.parametrize(
+    ("turn", "words"),
+    [
+        ({"role": "user"}, "message 2 has no content"),
+        ({"role": "user", "content": ["hi"]},
+         'message 2: part 1 of its content must be {"type": "text", "text": ...}, not something else'),
+        ({"role": "user", "content": [{"type": "text", "text": "hi"}, {"type": "image_url"}]},
+         """message 2: part 2 of its content must be {"type": "text", "text": ...}, not of the type 'image_url'"""),
+        ({"role": "user", "content": [{"type": "text", "text": "hi"}]},
+         "message 2 has its content in parts, which the target's chat template does not read: give it as one text"),
+        ({"role": "user", "content": None}, "message 2: content must be a text, not null"),
+        ({"role": "assistant", "content": None}, "message 2: content must be a text, not null"),
+        ({"role": "user", "content": 3}, "message 2: content must be a text, not a number"),
+        ({"role": "user", "content": True}, "message 2: content must be a text, not true or false"),
+        ("hi", "message 2 must be an object {role, content}, not a text"),
+    ],
+)  # fmt: skip
+def test_a_message_that_no_template_can_write_is_named(tokenizer, turn, words):
+    with pytest.raises(UserError) as error:
+        ids([{"role": "user", "content": "a"}, turn], tokenizer)
+    assert str(error.value) == words
+
+
+def test_parts_are_refused_by_name_where_the_template_takes_texts_alone(tmp_path):
+    turns = [of_parts("user", "a"), of_parts("assistant", "b"), of_parts("user", "c")]
+    for place, how in enumerate((" + ''", " | trim", " | tojson")):
+        one = builders.tok(tmp_path / str(place), chat_template=CHAT.replace("m.content", f"m.content{how}"))
+        with pytest.raises(UserError, match="message 1 has its content in parts, which"):
+            ids(turns, one)
+    never = builders.tok(tmp_path / "never", chat_template="{{ raise_exception('never') }}")
+    with pytest.raises(UserError, match="refuses this prompt: never$"):
+        ids(turns, never)
+
+
+def test_a_turn_of_calls_may_say_nothing(tmp_path):
+    one = builders.tok(tmp_path, chat_template=CHAT.replace("m.content", "m.content or m.tool_calls"))
+    asked = {"role": "user", "content": "a"}
+    for calls in ({"tool_calls": "x"}, {"tool_calls": "x", "content": None}):
+        assert "[assistant]x" in one.decode(ids([asked, {"role": "assistant"} | calls, asked], one))
+
+
+def test_messages_are_refused_in_a_raw_prompt(tokenizer):
+    turns = [{"role": "user", "content": "a"}]
+    with pytest.raises(UserError, match=r"no place in a raw prompt.*leave out --raw \(in Python: raw=True\)"):
+        ids(turns, tokenizer, Settings(raw=True))
+
+
+def test_only_a_text_is_told_of_raw_where_the_template_refuses(tmp_path):
+    one = builders.tok(tmp_path, chat_template="{{ raise_exception('never') }}")
+    with pytest.raises(UserError, match=r"refuses this prompt: never \(--raw leaves it out\)$"):
+        ids("a", one)
+    with pytest.raises(UserError, match=r"refuses this prompt: never$"):
+        ids([{"role": "user", "content": "a"}], one)
+
+
+@pytest.mark.parametrize("blank", ["", "  ", "\n\t "])
+def test_messages_in_which_nothing_is_asked_are_refused_as_an_empty_text_is(tokenizer, blank):
+    nothing = {"role": "user", "content": blank}
+    said = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    opened = {"role": "assistant", "content": ""}
+    for turns in ([nothing], [*said, nothing], [nothing, opened], [opened]):
+        with pytest.raises(UserError, match="the last turn of the messages is empty: nothing is asked"):
+            ids(turns, tokenizer)
+        assert is_blank(turns)
+    # Turns before the last, an answer begun, and a system turn that may hold the question.
+    system = {"role": "system", "content": "Name a river."}
+    for turns in ([nothing, said[1]], [said[0], opened, said[0]], [system, nothing]):
+        assert ids(turns, tokenizer)
+        assert not is_blank(turns)
+    assert ids([nothing], tokenizer, Settings(system="Name a river.")) == ids([system, nothing], tokenizer)
+
+
+def test_an_empty_list_is_an_empty_prompt(tmp_path, tokenizer):
+    with pytest.raises(UserError, match="the prompt is empty: nothing is asked"):
+        ids([], tokenizer)
+    for one, how in ((tokenizer, Settings(raw=True)), (builders.tok(tmp_path), PLAIN)):
+        assert encode([], one, how, builders.VOCAB) == encode("", one, how, builders.VOCAB)
+
+
 # Roles.
 
 SKIPS = (
@@ -206,15 +288,15 @@ SKIPS = (
         ("", "message 2 has the role ''"),
         ("user<|eot|>", "message 2 has the role"),
         ("tool", "'tool', which the target's chat template does not know"),
-        (None, "message 2 has the role None"),
-        (["user"], "message 2 has the role"),
+        (None, "message 2: role must be a text, not null"),
+        (["user"], "message 2: role must be a text, not a list$"),
     ],
 )
 def test_a_role_that_the_template_would_write_unread_is_refused(tokenizer, role, words):
     turns = [{"role": "user", "content": "a"}, {"role": role, "content": "b"}]
     with pytest.raises(UserError, match=words):
         ids(turns, tokenizer)
-    with pytest.raises(UserError, match="message 2 has the role None"):
+    with pytest.raises(UserError, match=r"^message 2 has no role$"):
         ids([turns[0], {"content": "b"}], tokenizer)
 
 

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from dsbd_cli import messages
 from dsbd_cli.errors import UserError
 from dsbd_cli.paths import refuse_special
 from dsbd_cli.prompts import Prompt
-from dsbd_cli.settings import FIELDS, broken
+from dsbd_cli.settings import FIELDS, Settings, broken
 
 
 @dataclass(frozen=True)
@@ -45,8 +46,11 @@ def read_items(path: Path, option: str = "--input ") -> tuple[list[Item], str]:
     """The prompts of a file and the SHA-256 of its bytes.
 
     `.txt`: line i is prompt i, an empty line an empty prompt (most targets refuse it: `prompts.encode`).
-    `.jsonl`: a line is an object with `prompt` (a text) or `messages` (a list of {role, content}) and,
+    `.jsonl`: a line is an object with `prompt` (a text, or messages) or `messages` (a list of {role, content}) and,
     if wanted, an `id`; or simply a JSON string. Other keys are left alone; blank lines are skipped.
+
+    A line that no target could be asked is refused here, before anything is loaded; what depends on the target (a
+    role of its template's, no room) refuses that prompt alone, later.
 
     Args:
         option: what the file was named with, for errors; nothing where it is an argument.
@@ -87,6 +91,37 @@ def read_items(path: Path, option: str = "--input ") -> tuple[list[Item], str]:
     return items, hashlib.sha256(data).hexdigest()
 
 
+def refuse_raw(items: Iterable[Item], settings: Settings, where: str) -> None:
+    """Refuse messages in a raw run before anything is loaded.
+
+    Args:
+        where: what the prompts were read from, for the error.
+
+    Raises:
+        UserError: the first prompt that is no text.
+    """
+    turns = [item.index for item in items if not isinstance(item.prompt, str)]
+    if settings.raw and turns:
+        raise UserError(f"{where}: prompt {turns[0] + 1} holds messages; {messages.NOT_RAW}")
+
+
+def json_note(number: int, text: str, way: str) -> str | None:
+    """What to tell of a line of text that was most likely meant as one of JSON Lines; None of any other.
+
+    Args:
+        number: of the line, from 1.
+        way: what takes lines as texts, and what takes such objects; `{}` stands for the key.
+    """
+    if not text.lstrip().startswith("{"):
+        return None
+    try:
+        entry = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    key = next((key for key in ("messages", "prompt") if key in entry), None)
+    return None if key is None else f"line {number} looks like JSON: {way.format(key)}"
+
+
 def _parse(line: str, index: int, where: str) -> Item:
     try:
         entry = json.loads(line, object_pairs_hook=_once)
@@ -99,16 +134,13 @@ def _parse(line: str, index: int, where: str) -> Item:
     known = [name for name in entry if name in FIELDS]
     if known:
         raise UserError(f"{where}: {known[0]} is a setting of the whole run: give it on the command line")
-    if ("prompt" in entry) == ("messages" in entry):
-        raise UserError(f"{where}: must have either prompt or messages")
+    try:
+        prompt = messages.prompt_of(entry)
+    except UserError as error:
+        raise UserError(f"{where}: {error}") from None
     own = entry.get("id")
     if not (own is None or type(own) in (str, int)) or (isinstance(own, str) and broken(own)):
         raise UserError(f"{where}: id must be a text or a whole number")
-    prompt: Any = entry.get("prompt", entry.get("messages"))
-    if "prompt" in entry and not isinstance(prompt, str):
-        raise UserError(f"{where}: prompt must be a text")
-    if "messages" in entry and not _messages(prompt):
-        raise UserError(f"{where}: messages must be a list of objects with the texts role and content")
     return Item(index, prompt, own)
 
 
@@ -119,16 +151,3 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         twice = next(name for name in names if names.count(name) > 1)
         raise ValueError(f"key {twice!r} is given twice")
     return found
-
-
-def _messages(value: Any) -> bool:
-    return (
-        isinstance(value, list)
-        and bool(value)
-        and all(
-            isinstance(turn, dict)
-            and isinstance(turn.get("role"), str)
-            and isinstance(turn.get("content"), str)
-            for turn in value
-        )
-    )

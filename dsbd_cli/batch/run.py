@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from dsbd_cli.batch import AUTO
 from dsbd_cli.batch.echo import Echo
-from dsbd_cli.batch.items import Item, form_of, read_items
+from dsbd_cli.batch.items import Item, form_of, json_note, read_items, refuse_raw
 from dsbd_cli.batch.notes import Notes
 from dsbd_cli.batch.progress import BatchProgress
 from dsbd_cli.batch.store import Store
@@ -62,6 +62,12 @@ def run_file(
         raise UserError("--input and --output are one file")
     items, digest = read_items(source)
     _, settings = chosen.resolve()
+    refuse_raw(items, settings, f"--input {source}")
+    if form_of(source) == "text":
+        way = f"{source.name} is read as texts; a .jsonl file takes {{}}"
+        looks = (json_note(item.index + 1, str(item.prompt), way) for item in items)
+        if line := next(filter(None, looks), None):
+            tell(line)
     team = chosen.team()
     shard, group = team.shard, chosen.meet()
     seed_given = settings.seed is not None
@@ -278,7 +284,7 @@ def run_lines(
             Running(decoder, batch, tell) as running,
             BatchProgress(None, 0, _silent, bar=bar) as progress,
         ):
-            asked = _numbered(_for_all(prompts(lambda: running.idle)))
+            asked = _numbered(_for_all(prompts(lambda: running.idle)), tell)
 
             def finished() -> Iterator[Done]:
                 for done in decode_items(decoder, settings, seed, asked, running, progress.pulse):
@@ -326,12 +332,16 @@ def _next(prompts: Iterator[str | None]) -> list[str | None] | None:
     return list(itertools.islice(prompts, 1)) or None
 
 
-def _numbered(prompts: Iterable[str | None]) -> Iterator[Item | None]:
-    index = 0
+def _numbered(prompts: Iterable[str | None], tell: Tell) -> Iterator[Item | None]:
+    """The items of lines; told once if one is most likely meant for `--input`."""
+    index, told = 0, False
     for prompt in prompts:
         if prompt is None:
             yield None
         else:
+            if not told and (line := json_note(index + 1, prompt, "--lines takes texts; --input takes {}")):
+                tell(line)
+                told = True
             yield Item(index, prompt)
             index += 1
 

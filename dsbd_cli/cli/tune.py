@@ -22,6 +22,7 @@ from dsbd_cli.ui.look import columns_of, is_terminal, panel_stream
 
 if TYPE_CHECKING:
     from dsbd_cli.prompts import Prompt
+    from dsbd_cli.settings import Settings
     from dsbd_cli.tune.search import Outcome
 
 # Prompts and tokens of an answer that are enough to tell settings apart; more only takes longer.
@@ -79,7 +80,7 @@ def tune(
         raise UserError(f"--out {out} is there already: give --force to write over it, or another name")
     if prompts not in (None, "-") and text_waits():
         note(f"stdin is not read: the prompts are those of {prompts} (give - instead to read stdin)")
-    texts = _prompts(prompts)[: _QUICK_PROMPTS if quick else _PROMPTS]
+    texts = _prompts(prompts, settings)[: _QUICK_PROMPTS if quick else _PROMPTS]
     decoder = chosen.load()
     for line in chosen.notes(decoder):
         note(line)
@@ -114,27 +115,25 @@ def _verdict(found: Outcome) -> str:
     return "no difference shown: the settings it began with stay"
 
 
-def _prompts(source: str | None) -> list[Prompt]:
+def _prompts(source: str | None, settings: Settings) -> list[Prompt]:
     """The user's prompts, or the built-in sample.
 
     Raises:
-        UserError: a file without prompts, or one that cannot be read.
+        UserError: a file without prompts, one that cannot be read, or with messages where `settings` are raw.
     """
-    if source is None and not is_terminal(sys.stdin):
-        # A pipe that holds nothing (a job without stdin) is no prompts given.
-        lines = [line for line in stdin_lines() if line.strip()]
-        if lines:
-            return list(lines)
+    # A pipe that holds nothing (a job without stdin) is no prompts given.
+    if source is None and not is_terminal(sys.stdin) and (lines := _stdin_texts()):
+        return list(lines)
     if source == "-":
-        lines = [line for line in stdin_lines() if line.strip()]
-        if not lines:
+        if not (lines := _stdin_texts()):
             raise UserError("stdin holds no prompt: a line each")
         return list(lines)
     if source is not None:
-        from dsbd_cli.batch.items import read_items
+        from dsbd_cli.batch.items import read_items, refuse_raw
         from dsbd_cli.prompts import is_blank
 
         items, _ = read_items(Path(source), option="")
+        refuse_raw(items, settings, source)
         kept: list[Prompt] = [item.prompt for item in items if not is_blank(item.prompt)]
         if not kept:
             raise UserError(f"{source} holds no prompt")
@@ -143,6 +142,17 @@ def _prompts(source: str | None) -> list[Prompt]:
 
     questions = (samples() / "mt_bench" / "question.jsonl").read_text(encoding="utf-8").splitlines()
     return [encoder.loads(line)["turns"][0] for line in questions]
+
+
+def _stdin_texts() -> list[str]:
+    """The lines of stdin that say something; told if one is most likely meant as JSON Lines."""
+    from dsbd_cli.batch.items import json_note
+
+    numbered = [(number, line) for number, line in enumerate(stdin_lines(), start=1) if line.strip()]
+    looks = (json_note(*one, "stdin is read as texts; a .jsonl file takes {}") for one in numbered)
+    if line := next(filter(None, looks), None):
+        note(line)
+    return [text for _, text in numbered]
 
 
 def _report(found: Outcome, out: Path) -> dict[str, Any]:

@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from dsbd_cli.errors import UserError
+from dsbd_cli.messages import prompt_of
 from dsbd_cli.prompts import encode, is_blank
 from dsbd_cli.settings import Settings
+from dsbd_cli.turns import texts_of
 
 _MARK = "\u2063dsbd\u2063"
 
@@ -18,7 +20,7 @@ _MARK = "\u2063dsbd\u2063"
 class Prompt:
     """One prompt of a file: a text or chat turns, and the set and id it is reported under."""
 
-    text: str | tuple[dict[str, str], ...]
+    text: str | tuple[dict[str, Any], ...]
     group: str = "prompts"
     id: str = ""
 
@@ -26,7 +28,8 @@ class Prompt:
 def read_prompts(path: Path) -> list[Prompt]:
     """Prompts of a file: JSONL or text, one a line.
 
-    A JSON line holds `prompt` (text) or `messages` (chat turns), and optionally `set` and `id`.
+    A JSON line holds `prompt` (a text, or messages) or `messages` (a list of {role, content}), and
+    optionally `set` and `id`.
 
     Raises:
         UserError: unreadable, empty, or a line that is not a prompt (with its number).
@@ -43,27 +46,24 @@ def read_prompts(path: Path) -> list[Prompt]:
         if path.suffix not in (".jsonl", ".ndjson"):
             prompts.append(Prompt(line.strip(), id=str(number)))
             continue
+        where = f"{path}:{number}"
         try:
             record = json.loads(line)
-            text = (
-                tuple(_turn(turn) for turn in record["messages"])
-                if "messages" in record
-                else record["prompt"]
-            )
-            if not text or is_blank(text) or not isinstance(text, (str, tuple)):
-                raise TypeError
-        except (ValueError, KeyError, TypeError, RecursionError):
-            raise UserError(f'{path}:{number}: expected a JSON object with "prompt" or "messages"') from None
+        except (ValueError, RecursionError) as error:
+            raise UserError(f"{where}: not JSON ({error})") from None
+        if not isinstance(record, dict):
+            raise UserError(f"{where}: must be an object with prompt or messages")
+        try:
+            prompt = prompt_of(record)
+        except UserError as error:
+            raise UserError(f"{where}: {error}") from None
+        if is_blank(prompt):
+            raise UserError(f"{where}: the prompt is empty: nothing is asked")
+        text = prompt if isinstance(prompt, str) else tuple(prompt)
         prompts.append(Prompt(text, str(record.get("set", "prompts")), str(record.get("id", number))))
     if not prompts:
         raise UserError(f"{path}: no prompts in it")
     return prompts
-
-
-def _turn(turn: Any) -> dict[str, str]:
-    if not isinstance(turn["role"], str) or not isinstance(turn["content"], str):
-        raise TypeError
-    return {"role": turn["role"], "content": turn["content"]}
 
 
 @dataclass(frozen=True)
@@ -98,13 +98,13 @@ def chat_form(tokenizer: Any) -> Form:
     return Form((int(start),), None)
 
 
-def encode_prompt(tokenizer: Any, text: str | tuple[dict[str, str], ...]) -> tuple[int, ...]:
+def encode_prompt(tokenizer: Any, text: str | tuple[dict[str, Any], ...]) -> tuple[int, ...]:
     """Token ids of one prompt, as decoding makes them (`dsbd_cli.prompts`): special words in a turn are text there.
 
     Without a chat template the turns are one text.
     """
     if not isinstance(text, str) and not tokenizer.chat_template:
-        text = "\n\n".join(turn["content"] for turn in text)
+        text = "\n\n".join("".join(texts_of(turn.get("content"))) for turn in text)
     ids, _ = encode(text, tokenizer, Settings(), len(tokenizer))
     return tuple(ids)
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dsbd_cli.batch.items import Item, item_seed, read_items
+from dsbd_cli.batch.items import Item, item_seed, json_note, read_items
 from dsbd_cli.batch.shard import Shard, dealt
 from dsbd_cli.errors import UserError
 
@@ -34,6 +34,11 @@ def write(folder: Path, name: str, data: bytes) -> Path:
             b'{"messages": [{"role": "user", "content": "hi"}]}',
             [Item(0, [{"role": "user", "content": "hi"}])],
         ),
+        (
+            "a.jsonl",
+            b'{"prompt": [{"role": "user", "content": "hi"}], "id": "x"}',
+            [Item(0, [{"role": "user", "content": "hi"}], "x")],
+        ),
         ("a.jsonl", '{"prompt": "é\\n2"}'.encode(), [Item(0, "é\n2")]),
     ],
 )
@@ -56,8 +61,34 @@ def test_what_a_file_holds(tmp_path: Path, name: str, data: bytes, expected: lis
         ("a.jsonl", b"{}", ["line 1", "prompt or messages"]),
         ("a.jsonl", b'{"prompt": "x", "messages": []}', ["either"]),
         ("a.jsonl", b'{"prompt": 5}', ["must be a text"]),
-        ("a.jsonl", b'{"messages": []}', ["list of objects"]),
-        ("a.jsonl", b'{"messages": [{"role": "user"}]}', ["role and content"]),
+        ("a.jsonl", b'{"messages": []}', ["line 1: the list of messages is empty"]),
+        ("a.jsonl", b'{"prompt": []}', ["line 1: the list of messages is empty"]),
+        (
+            "a.jsonl",
+            b'{"messages": "x"}',
+            ["line 1: messages must be a list of objects {role, content}, not a text"],
+        ),
+        ("a.jsonl", b'"y"\n{"messages": [{"role": "user"}]}', ["line 2: message 1 has no content"]),
+        (
+            "a.jsonl",
+            b'{"prompt": [{"role": "user", "content": "x"}, {"content": "x"}]}',
+            ["message 2 has no role"],
+        ),
+        (
+            "a.jsonl",
+            b'{"messages": [{"role": "user", "content": [{}]}]}',
+            ["line 1: message 1: part 1 of its content"],
+        ),
+        (
+            "a.jsonl",
+            b'{"messages": [{"role": 1, "content": ""}]}',
+            ["message 1: role must be a text, not a number"],
+        ),
+        (
+            "a.jsonl",
+            b'{"prompt": [1, 2]}',
+            ["line 1: message 1 must be an object {role, content}, not a number"],
+        ),
         ("a.jsonl", b'{"prompt": "x", "id": [1]}', ["id must"]),
         ("a.jsonl", b'{"prompt": "x", "id": true}', ["line 1: id must"]),
         ("a.jsonl", b'"y"\n{"prompt": "x", "prompt": "y"}', ["line 2", "key 'prompt' is given twice"]),
@@ -72,6 +103,22 @@ def test_what_is_no_batch_is_refused_in_one_line(
     for word in words:
         assert word in str(error.value)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "key"),
+    [
+        ('{"messages": []}', "messages"),
+        (' {"id": 1, "prompt": "x"}', "prompt"),
+        ('{"text": "x"}', None),
+        ('{"messages": ', None),
+        ("{" * 100_000, None),
+        ('"messages"', None),
+        ("messages {}", None),
+    ],
+)
+def test_a_line_of_text_that_looks_like_json_is_told(text: str, key: str | None) -> None:
+    assert json_note(3, text, "a file takes {}") == (key and f"line 3 looks like JSON: a file takes {key}")
 
 
 def test_missing_files_and_folders(tmp_path: Path) -> None:

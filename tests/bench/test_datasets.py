@@ -186,16 +186,20 @@ def test_a_file_of_prompts(tmp_path):
         (),
     )
     assert (second.id, second.text([]), second.references) == ("z", "x", ("y",))
+    other = write(tmp_path / "other.jsonl", path.read_text().replace('"prompt": [', '"messages": ['))
+    assert plain.load(other).items == (first, second)
 
 
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        ('{"prompt": ""}', "'prompt' must be"),
-        ('{"prompt": 3}', "'prompt' must be"),
-        ('{"prompt": [{"role": "user"}]}', "'prompt' must be"),
+        ('{"prompt": ""}', "line 1: the prompt is empty: nothing is asked"),
+        ('{"messages": [{"role": "user", "content": " "}]}', "line 1: the prompt is empty: nothing is asked"),
+        ('{"prompt": 3}', "line 1: prompt must be a text or a list of messages, not a number"),
+        ('{"prompt": [{"role": "user"}]}', "line 1: message 1 has no content"),
+        ('{"prompt": "x", "messages": []}', "line 1: must have either prompt or messages"),
         ('{"text": "x"}', "unknown key 'text'"),
-        ("{}", "no 'prompt'"),
+        ("{}", "line 1: must have either prompt or messages"),
         ('{"prompt": "x", "references": []}', "'references'"),
         ('{"prompt": "x", "id": "a"}\n{"prompt": "y", "id": "a"}', "twice"),
         ("", "no prompts"),

@@ -244,3 +244,35 @@ def test_one_prompt_is_not_prompts(dsbd: Call, models: Models, tmp_path: Path) -
     shown = dsbd("trace", trace)
     assert "1 token in " in shown.text
     assert "1 tokens" not in shown.text
+
+
+def test_messages_in_a_raw_run_are_refused_before_anything_is_loaded(dsbd: Call, tmp_path: Path) -> None:
+    source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_text('"a text"\n' + json.dumps({"messages": [{"role": "user", "content": "hi"}]}) + "\n")
+    dsbd(
+        "generate",
+        "--target",
+        tmp_path / "none",
+        "--method",
+        "beam",
+        "--raw",
+        "--input",
+        source,
+        "--output",
+        output,
+    ).refused("in.jsonl: prompt 2 holds messages", "no place in a raw prompt", "leave out --raw")
+    assert not output.exists()
+
+
+def test_texts_that_look_like_json_are_told_once(dsbd: Call, models: Models, tmp_path: Path) -> None:
+    line = json.dumps({"messages": [{"role": "user", "content": "hi"}]})
+    command = ["generate", *pair(models("says", "A")), "--seed", "1"]
+    ran = dsbd(*command, "--lines", stdin=f"hi\n{line}\n{line}\n".encode())
+    assert (ran.code, ran.text) == (0, '"A"\n' * 3)
+    assert ran.err.count("looks like JSON") == 1
+    assert "line 2 looks like JSON: --lines takes texts; --input takes messages" in ran.err
+    source = tmp_path / "in.txt"
+    source.write_text(f"{line}\n{line}\n")
+    ran = dsbd(*command, "--input", source, "--output", tmp_path / "out.jsonl")
+    assert (ran.code, ran.err.count("looks like JSON")) == (0, 1)
+    assert "line 1 looks like JSON: in.txt is read as texts; a .jsonl file takes messages" in ran.err

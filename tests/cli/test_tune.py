@@ -13,9 +13,11 @@ from typing import Any
 import pytest
 
 from dsbd_cli.cli import tune
+from dsbd_cli.errors import UserError
 from dsbd_cli.presets import load_preset
 from dsbd_cli.prices import Curve, Prices, store
 from dsbd_cli.prices.measure import measure
+from dsbd_cli.settings import Settings
 from tests.cli.conftest import Call, pair
 
 
@@ -100,7 +102,23 @@ def test_prompts_come_from_stdin_too(dsbd: Call, options: list[str]) -> None:
 
 def test_lines_that_ask_nothing_are_no_prompts(tmp_path: Path) -> None:
     (tmp_path / "p.txt").write_text("one\n\n  \ntwo\n")
-    assert tune._prompts(str(tmp_path / "p.txt")) == ["one", "two"]
+    assert tune._prompts(str(tmp_path / "p.txt"), Settings()) == ["one", "two"]
+    turns = [[{"role": "user", "content": text}] for text in ("one", " ")]
+    path = tmp_path / "p.jsonl"
+    path.write_text("".join(json.dumps({"prompt": one}) + "\n" for one in turns))
+    assert tune._prompts(str(path), Settings()) == turns[:1]
+    with pytest.raises(UserError, match="prompt 1 holds messages; messages have no place in a raw prompt"):
+        tune._prompts(str(path), Settings(raw=True))
+
+
+def test_lines_of_stdin_that_look_like_json_are_told(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    line = '{"messages": []}'
+    monkeypatch.setattr(tune, "stdin_lines", lambda: iter(["one", "", line, line]))
+    assert tune._prompts("-", Settings()) == ["one", line, line]
+    said = "line 3 looks like JSON: stdin is read as texts; a .jsonl file takes messages"
+    assert capsys.readouterr().err.count(said) == 1
 
 
 @pytest.mark.parametrize(

@@ -94,28 +94,32 @@ def test_the_split_is_fixed_and_disjoint() -> None:
 def test_prompts_of_all_forms(tmp_path: Path) -> None:
     turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
     lines = [json.dumps({"prompt": "hello", "set": "x", "id": 7}), "", json.dumps({"messages": turns})]
+    lines.append(json.dumps({"prompt": turns}))
     (tmp_path / "p.jsonl").write_text("\n".join(lines), encoding="utf-8")
     found = prompts.read_prompts(tmp_path / "p.jsonl")
-    assert [(p.text, p.group, p.id) for p in found] == [("hello", "x", "7"), (tuple(turns), "prompts", "3")]
+    assert [(p.text, p.group, p.id) for p in found] == [
+        ("hello", "x", "7"), (tuple(turns), "prompts", "3"), (tuple(turns), "prompts", "4")
+    ]  # fmt: skip
     (tmp_path / "p.txt").write_text("one\n\ntwo\n", encoding="utf-8")
     assert [p.text for p in prompts.read_prompts(tmp_path / "p.txt")] == ["one", "two"]
 
 
 @pytest.mark.parametrize(
-    "line",
+    ("line", "words"),
     [
-        "not json",
-        "[]",
-        "{}",
-        '{"prompt": 3}',
-        '{"messages": [{"role": "user"}]}',
-        '{"prompt": ""}',
-        '{"prompt": " "}',
+        ("not json", "not JSON"),
+        ("[]", "must be an object"),
+        ("{}", "must have either prompt or messages"),
+        ('{"prompt": 3}', "prompt must be a text or a list of messages"),
+        ('{"messages": [{"role": "user"}]}', "message 1 has no content"),
+        ('{"prompt": ""}', "the prompt is empty"),
+        ('{"prompt": " "}', "the prompt is empty"),
+        ('{"prompt": [{"role": "user", "content": ""}]}', "the prompt is empty"),
     ],
 )
-def test_a_bad_prompt_line_is_named(tmp_path: Path, line: str) -> None:
+def test_a_bad_prompt_line_is_named(tmp_path: Path, line: str, words: str) -> None:
     (tmp_path / "p.jsonl").write_text('{"prompt": "fine"}\n' + line, encoding="utf-8")
-    with pytest.raises(UserError, match=r"p\.jsonl:2"):
+    with pytest.raises(UserError, match=rf"p\.jsonl:2: {words}"):
         prompts.read_prompts(tmp_path / "p.jsonl")
 
 

@@ -1,8 +1,8 @@
-"""A user's own file: .txt, a prompt a line, or .jsonl of `prompt` (text or chat messages), `references` and `id`."""
+"""A user's own file: .txt, a prompt a line, or .jsonl of `prompt` (text or messages), `references` and `id`."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,8 @@ from dsbd_cli.bench.datasets.records import Dataset, PlainItem, made
 from dsbd_cli.bench.scoring.squad import is_prose
 from dsbd_cli.counted import counted
 from dsbd_cli.errors import UserError
+from dsbd_cli.messages import prompt_of
+from dsbd_cli.prompts import is_blank
 
 
 def load(path: Path) -> Dataset:
@@ -22,15 +24,11 @@ def load(path: Path) -> Dataset:
     items = []
     for number, record in _lines_of(path) if path.suffix == ".txt" else read_jsonl(path):
         where = f"{path}: line {number}"
-        unknown = sorted(set(record) - {"id", "prompt", "references"})
+        unknown = sorted(set(record) - {"id", "prompt", "messages", "references"})
         if unknown:
-            raise UserError(f"{where}: unknown key {unknown[0]!r} (known: id, prompt, references)")
-        if "prompt" not in record:
-            raise UserError(f"{where}: no 'prompt'")
+            raise UserError(f"{where}: unknown key {unknown[0]!r} (known: id, prompt, messages, references)")
         name = str(record.get("id", f"line-{number}"))
-        items.append(
-            PlainItem(name, _prompt(record["prompt"], where), _texts(record.get("references"), where))
-        )
+        items.append(PlainItem(name, _prompt(record, where), _texts(record.get("references"), where)))
     # Where most references are prose no answer ever matches one exactly: shared words are what can be counted.
     known = [all(map(is_prose, item.references)) for item in items if item.references]
     kind = "prose" if 2 * sum(known) > len(known) else "jsonl"
@@ -46,17 +44,16 @@ def _lines_of(path: Path) -> Iterator[tuple[int, Any]]:
             yield number, {"prompt": line.removesuffix("\r")}
 
 
-def _prompt(value: Any, where: str) -> Any:
-    if isinstance(value, str) and value.strip():
-        return value
-    if isinstance(value, list) and value:
-        good = all(
-            isinstance(m, dict) and isinstance(m.get("role"), str) and isinstance(m.get("content"), str)
-            for m in value
-        )
-        if good:
-            return tuple({"role": m["role"], "content": m["content"]} for m in value)
-    raise UserError(f"{where}: 'prompt' must be a text, or a list of messages {{role, content}}")
+def _prompt(record: Mapping[str, Any], where: str) -> Any:
+    try:
+        prompt = prompt_of(record)
+    except UserError as error:
+        raise UserError(f"{where}: {error}") from None
+    if is_blank(prompt):
+        raise UserError(f"{where}: the prompt is empty: nothing is asked")
+    if isinstance(prompt, str):
+        return prompt
+    return tuple(prompt)
 
 
 def _texts(value: Any, where: str) -> tuple[str, ...]:

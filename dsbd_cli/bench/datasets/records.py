@@ -14,6 +14,7 @@ from dsbd_cli.bench.datasets.files import unique
 from dsbd_cli.bench.datasets.prompts import Example, Message, as_text, as_turns
 from dsbd_cli.bench.datasets.spider_prompt import Schema
 from dsbd_cli.errors import UserError
+from dsbd_cli.turns import texts_of
 
 
 class Item(Protocol):
@@ -130,7 +131,7 @@ class PlainItem:
     """A prompt of the user's own file, with reference answers if the file has them."""
 
     id: str
-    prompt: str | tuple[Mapping[str, str], ...]
+    prompt: str | tuple[Mapping[str, Any], ...]
     references: tuple[str, ...] = ()
     turns: int = 1
 
@@ -142,7 +143,7 @@ class PlainItem:
     def text(self, answers: Sequence[str], examples: Sequence[Example] = ()) -> str:
         if isinstance(self.prompt, str):
             return self.prompt
-        return "\n".join(message["content"] for message in self.prompt)
+        return "\n".join("".join(texts_of(message.get("content"))) for message in self.prompt)
 
 
 @dataclass(frozen=True)
