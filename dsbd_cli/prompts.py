@@ -40,8 +40,9 @@ def encode(
 
     Raises:
         UserError: nothing asked, messages in a raw prompt or that no template can write, no BOS for an empty
-            prompt, a template that refuses, ids out of the vocabulary, a system turn for a model without a template, or beside one
-            that the messages hold; a role that the template does not know, or a turn that it leaves out.
+            prompt, a template that refuses, ids out of the vocabulary, a system turn for a model without a
+            template, or beside one that the messages hold; a role or parts that the template does not know, or a turn
+            that it leaves out.
     """
     if isinstance(prompt, str):
         _check_text(prompt)
@@ -178,9 +179,7 @@ def _chat(
         return ids, ["the chat template takes no system turn: its text leads the first user turn", *notes]
 
 
-def _template(
-    messages: list[dict[str, Any]], tokenizer: Any, way_out: str
-) -> tuple[list[int], list[str]]:
+def _template(messages: list[dict[str, Any]], tokenizer: Any, way_out: str) -> tuple[list[int], list[str]]:
     """Token ids of a conversation, up to where the assistant is to go on, and notes."""
     last = messages[-1]
     goes_on = last.get("role") == "assistant" and bool(last.get("content"))
@@ -226,7 +225,9 @@ def _check_parts(messages: list[dict[str, Any]], rendered: Callable[[list[dict[s
             return
     else:
         parts = [part for place in places for part in messages[place]["content"]]
-        if not any(form in written for part in parts for form in (str(part), json.dumps(part, ensure_ascii=False))):
+        if not any(
+            form in written for part in parts for form in (str(part), json.dumps(part, ensure_ascii=False))
+        ):
             return
     raise UserError(
         f"message {places[0] + 1} has its content in parts, which the target's chat template does not read: "

@@ -222,7 +222,7 @@ def test_parts_are_refused_by_name_where_the_template_takes_texts_alone(tmp_path
         with pytest.raises(UserError, match="message 1 has its content in parts, which"):
             ids(turns, one)
     never = builders.tok(tmp_path / "never", chat_template="{{ raise_exception('never') }}")
-    with pytest.raises(UserError, match="refuses this prompt: never$"):
+    with pytest.raises(UserError, match=r"refuses this prompt: never$"):
         ids(turns, never)
 
 
