@@ -232,10 +232,13 @@ class Chosen:
         A line for each reason for which options that were given change nothing (`dsbd_cli/idle.py`), then the
         decoder's own notes.
         """
+        from dsbd_cli.again import naming
         from dsbd_cli.idle import in_vain
+        from dsbd_cli.presets import DEFAULT_PRESET
 
         _, settings = self.resolve()
-        return [*in_vain(settings, self.settings), *decoder.notes]
+        preset = None if self.spec.keys() & {"target", "draft"} else self.preset or DEFAULT_PRESET
+        return [*in_vain(settings, self.settings), *(naming(line, preset) for line in decoder.notes)]
 
     def sources(self) -> dict[str, Any]:
         """The models asked for, in a form that changes when their files do (`loading/stamp.py`).
