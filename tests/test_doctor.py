@@ -5,14 +5,20 @@ from __future__ import annotations
 import json
 import sys
 import types
+from pathlib import Path
 
 import pytest
 import torch
 import typer
 from typer.testing import CliRunner
 
-from dsbd_cli.cli import doctor
+from dsbd_cli.cli import doctor, measured
+from dsbd_cli.loading.ready import key
+from dsbd_cli.loading.source import parse_source
+from dsbd_cli.presets import load_preset
+from dsbd_cli.prices import Curve, Prices, probe, store
 from dsbd_cli.ui import look
+from dsbd_cli.version import __version__
 
 app = typer.Typer()
 app.command()(doctor.doctor)
@@ -154,7 +160,7 @@ def test_what_was_never_measured_says_so(monkeypatch, tmp_path):
 
 def test_long_lines_hang_below_their_first_word(monkeypatch):
     monkeypatch.setattr(
-        doctor, "examine", lambda: {"prices": ["some words " * 8 + "/a/long/path"], "host": []}
+        doctor, "examine", lambda preset: {"prices": ["some words " * 8 + "/a/long/path"], "host": []}
     )
     monkeypatch.setattr(look, "columns_of", lambda stream: 40)
     lines = CliRunner().invoke(app, []).stdout.splitlines()
@@ -163,3 +169,28 @@ def test_long_lines_hang_below_their_first_word(monkeypatch):
     assert lines[1].startswith(" " * 11 + "words")
     monkeypatch.setattr(look, "columns_of", lambda stream: None)  # a pipe gets one line each
     assert len(CliRunner().invoke(app, []).stdout.splitlines()) == 2
+
+
+def test_what_a_busy_machine_gave_is_measured_anew_by_the_name_of_its_preset(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("DSBD_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(key, "code_sum", lambda: "this")
+    preset = tmp_path / "my pair.yaml"
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+    preset.write_text("target: ./one\ndraft: ./two\n")
+    busy = probe.measured_now(0.6)
+    pair = load_preset("smol").pair
+    smol = {
+        "target": {"name": parse_source(pair.target).name},
+        "draft": {"name": parse_source(pair.draft or "").name},
+    }
+    mine = {"target": {"name": "one", "dtype": "x", "device": "cpu"}, "draft": {"name": "two"}}
+    for models in (smol, mine):
+        facts = models | {"dsbd": __version__, "code": "this"}
+        store.kept_or_measured(facts, lambda: Prices(Curve((1,), (1.0,)), origin=busy.origin, busy=busy.busy))
+    for given, name in ((None, "PRESET"), (str(preset), f"'{preset}'")):
+        first, second = sorted(measured.prices(given), key=lambda line: not line.startswith("one "))
+        assert f"dsbd doctor --measure {name} does it anew" in first
+        assert "dsbd doctor --measure smol does it anew" in second

@@ -131,6 +131,7 @@ def run_file(
         except KeyboardInterrupt:
             there = f"{resumed + len(refused) + len(results)} of {counted(len(mine), 'prompt')}"
             raise Stopped(f"stopped with {there}; the same command goes on") from None
+        _say_unfinished(results, tell, f"`finished` in {output}", " given now" if resumed else "")
         if not seed_given and shard.rank == 0 and not draws_nothing(settings):
             tell(f"seed {seed}")
         _say_refused(refused_before | refused, len(mine), source, output)
@@ -305,15 +306,25 @@ def run_lines(
             f"stopped after {counted(total, 'line')}; --input with --output can go on later"
         ) from None
     notes.finish()
-    beams = [beam for result in results for beam in result.beams]
-    if not json and (cut := sum(not beam.finished for beam in beams)):
-        what = "answers" if settings.num_return == 1 else "beams"
-        tell(f"{cut} of {len(beams)} {what} are unfinished (--json says which)")
+    if not json:
+        _say_unfinished(results, tell, "--json")
     if settings.seed is None and not draws_nothing(settings):
         tell(f"seed {seed}")
     if refused:
         raise UserError(f"{of_were(len(refused), total, 'prompt')} refused; {refused[0]}")
     return results
+
+
+def _say_unfinished(results: Iterable[Result], tell: Tell, where: str, of_which: str = "") -> None:
+    """How many beams did not end by themselves, if any did not.
+
+    Args:
+        where: what says which. of_which: what the results are among all, in words behind theirs.
+    """
+    beams = [(beam, result.settings.num_return) for result in results for beam in result.beams]
+    if cut := sum(not beam.finished for beam, _ in beams):
+        what = "answers" if all(wanted == 1 for _, wanted in beams) else "beams"
+        tell(f"{cut} of {len(beams)} {what}{of_which} are unfinished ({where} says which)")
 
 
 def _for_all(prompts: Iterable[str | None]) -> Iterator[str | None]:

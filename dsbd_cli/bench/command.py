@@ -114,9 +114,10 @@ def _measure(
     _collect(world, store, results)
     if world.rank == 0 and not draws():  # what is drawn says it, below the waiting line
         given = {key_of(record) for record in results}
-        left = counted(sum(job.key not in given for job in plan.jobs()), "answer")
-        arms, items = counted(len(plan.arms), "arm"), counted(len(plan.dataset.items), "item")
-        tell(f"{left} to give ({arms}, {items}), into {plan.out}: loading the models")
+        # With none left the models are loaded to see whether they are those of the run.
+        if left := sum(job.key not in given for job in plan.jobs()):
+            arms, items = counted(len(plan.arms), "arm"), counted(len(plan.dataset.items), "item")
+            tell(f"{counted(left, 'answer')} to give ({arms}, {items}), into {plan.out}: loading the models")
     backend = open_backend(plan, world)
     facts = {**facts, "models": backend.facts(), "devices": _device_names(backend)}
     session = context.session(backend.devices(), context.command_line())

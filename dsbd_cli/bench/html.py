@@ -12,7 +12,7 @@ from dsbd_cli.bench.findings import findings
 from dsbd_cli.bench.html_style import CSS
 from dsbd_cli.bench.paired_tables import comparisons
 from dsbd_cli.bench.table import Table
-from dsbd_cli.bench.terminal import batch_line, energy_line
+from dsbd_cli.bench.terminal import batch_line, energy_line, has_scores
 from dsbd_cli.counted import counted
 
 Run = Mapping[str, Any]
@@ -160,7 +160,7 @@ def _head(run: Run, several: bool) -> str:
 
 def _judge(run: Run) -> str:
     if run["data"]["kind"] != "mt-bench":
-        return ""
+        return "" if has_scores(run) else ": n/a, no answer has one"
     return f", judge {run['judge']['model']}" if run["judge"] else ": n/a, no judge was given"
 
 

@@ -76,7 +76,10 @@ def summarize(run: Mapping[str, Any], results: Sequence[Record], ratings: Sequen
         "energy": run.get("energy"),
         "sessions": sessions,
         "warnings": [
-            *_few(max((arm["items"] for arm in described.values()), default=0)),
+            *_few(
+                max((arm["items"] for arm in described.values()), default=0),
+                scored=any(arm["score"]["value"] is not None for arm in described.values()),
+            ),
             *warnings(sessions, (r.get("session", 0) for r in rated)),
             *_undrafted(described),
         ],
@@ -90,14 +93,15 @@ def summarize(run: Mapping[str, Any], results: Sequence[Record], ratings: Sequen
     }
 
 
-def _few(items: int) -> list[str]:
+def _few(items: int, *, scored: bool) -> list[str]:
     """A line about a run of so few items that nothing should be read into its scores."""
     if not 0 < items < stats.FEWEST_GRADED:
         return []
+    quality = f"about quality (one answer moves a mean score by {100 / items:.0f} % of its scale), and about speed only"
+    what = quality if scored else "about speed but"
     return [
-        f"{items} item{'s' * (items > 1)}: too few to decide anything about quality (one answer moves a mean score "
-        f"by {100 / items:.0f} % of its scale), and about speed only what an interval shows; --limit and --data-dir "
-        "take more"
+        f"{items} item{'s' * (items > 1)}: too few to decide anything {what} what an interval shows; --limit and "
+        "--data-dir take more"
     ]
 
 

@@ -80,7 +80,8 @@ def summary_text(folder: Path, width: int | None = None) -> str:
             + "\n"
         )
         out.write(in_width(models_line(run), width) + "\n")
-        out.write(in_width(f"score = {run['primary'][1]}; {energy_line(run)}", width) + "\n")
+        score = f"score = {run['primary'][1]}; " if has_scores(run) else ""
+        out.write(in_width(score + energy_line(run), width) + "\n")
         if run["batch"]:
             out.write(in_width(batch_line(run), width) + "\n")
         for warning in run["warnings"]:
@@ -116,6 +117,11 @@ def batch_line(run: Mapping[str, Any]) -> str:
         f"throughput: up to {sizes} answers shared their forwards; speed and energy are those of whole windows of "
         f"answers, prefill included{each}"
     )
+
+
+def has_scores(run: Mapping[str, Any]) -> bool:
+    """Whether any answer has a score; none has where there are no references, and no judge."""
+    return any(arm["score"]["value"] is not None for arm in run["arms"].values())
 
 
 def energy_line(run: Mapping[str, Any]) -> str:

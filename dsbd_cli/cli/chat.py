@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import secrets
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -15,13 +17,13 @@ from dsbd_cli.cli.options import Chosen, decoding_options
 from dsbd_cli.cli.output import Out, note
 from dsbd_cli.cli.signals import terminated
 from dsbd_cli.cli.stdin import arriving_lines
+from dsbd_cli.cli.typed import LISTED, UNLISTED, read, shown
 from dsbd_cli.counted import counted
 from dsbd_cli.errors import UserError
 from dsbd_cli.group import Group, joined
-from dsbd_cli.idle import in_vain
+from dsbd_cli.idle import draws_nothing, in_vain
 from dsbd_cli.names import near
-from dsbd_cli.setting_text import parse_setting
-from dsbd_cli.settings import DRAFTING, FIELDS, METHODS
+from dsbd_cli.settings import DEFAULTS, DRAFTING, METHODS
 from dsbd_cli.tally import ratio
 from dsbd_cli.ui import waiting
 from dsbd_cli.ui.look import hanging, is_terminal, unicode_terminal
@@ -33,16 +35,17 @@ if TYPE_CHECKING:
     from dsbd_cli.result import Result
     from dsbd_cli.settings import Settings
 
-HELP = """\
+EXAMPLE = '/settings width=2 system="Be terse."; a text alone needs no quotes'
+HELP = f"""\
 /method NAME            answer by another method from now on
 /compare [A] [B]        the last turn by two methods, side by side with their numbers
-/settings [NAME=VALUE]  show the settings, or change some
+/settings [NAME=VALUE]  show the settings, or change some: {EXAMPLE}
 /reset                  forget the conversation
-/quit                   leave (or Ctrl-D); Ctrl-C stops an answer"""
+/quit                   leave (or Ctrl-D); Ctrl-C stops an answer, and what it said stays in the conversation"""
 _SAID = 24  # where in a line of it the words begin
 
 
-@decoding_options
+@functools.partial(decoding_options, unlisted=UNLISTED)
 def chat(
     chosen: Chosen,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No summary line after an answer.")] = False,
@@ -53,9 +56,11 @@ def chat(
     commands; Ctrl-C stops an answer, Ctrl-D leaves. With stdin from a pipe every line is a turn or a
     command; one that cannot be is told with its number, the rest goes on, and the exit code is 2.
     """
-    _, settings = chosen.resolve()
-    if settings.raw or settings.num_return > 1:
-        raise UserError(f"{'--raw' if settings.raw else '--num-return'} has no place in a chat")
+    for name in UNLISTED:
+        if chosen.settings.get(name, DEFAULTS[name]) != DEFAULTS[name]:
+            raise UserError(f"--{name.replace('_', '-')} has no place in a chat")
+    # A preset's yield.
+    chosen = replace(chosen, settings=chosen.settings | {name: DEFAULTS[name] for name in UNLISTED})
     if chosen.team().shard.world > 1:
         raise UserError("a chat is for one process, or for one team of --tensor-parallel")
     decoder = chosen.load(every_method=True, typing=is_terminal(sys.stdin))
@@ -81,7 +86,7 @@ def chat(
                 not interactive or terminated() or group.size > 1
             ):  # a team cannot stop at one and the same place
                 raise
-            note("stopped")
+            note(f"stopped; {session.left}")
     if refused:
         raise typer.Exit(UserError.exit_code)
 
@@ -122,6 +127,8 @@ class Session:
     Attributes:
         messages: turns so far, user and assistant in alternation.
         last: how the last turn was answered, or None.
+        seed: of the last turn, or None.
+        left: what a stop just now leaves of the conversation, in words.
     """
 
     decoder: Decoder
@@ -129,6 +136,8 @@ class Session:
     quiet: bool = False
     messages: list[dict[str, str]] = field(default_factory=list)
     last: Result | None = None
+    seed: int | None = None
+    left: str = "the conversation is as it was"
 
     def take(self, line: str) -> bool:
         """One line of the user's: a command or a turn. False when it asked to leave.
@@ -138,6 +147,7 @@ class Session:
             KeyboardInterrupt: the turn was stopped; what had been said of the answer is kept.
         """
         words = line.split()
+        self.left = "the conversation is as it was"
         if not words:
             return True
         if not line.startswith("/"):
@@ -146,7 +156,7 @@ class Session:
         command, *rest = words
         if command == "/quit":
             return False
-        actions = {"/reset": self._reset, "/method": self._method, "/settings": self._set,
+        actions = {"/reset": self._reset, "/method": self._method, "/settings": lambda _: self._set(line),
                    "/compare": self._compare, "/help": self._help}  # fmt: skip
         if command not in actions:
             known = [*actions, "/quit"]
@@ -157,31 +167,46 @@ class Session:
     def _turn(self, text: str) -> None:
         asked = [*self.messages, {"role": "user", "content": text}]
         said: list[str] = []
+        self.left = "nothing was said yet, so the turn is no part of the conversation"
+        seed = self._seed()
         try:
-            result = plain(self._kept(asked, said), note, stream=True, wrap=True)
+            result = plain(self._kept(asked, said, seed), note, stream=True, wrap=True)
         except KeyboardInterrupt:
             # Half an answer is part of the conversation; none at all leaves it as it was.
             if "".join(said):
                 self.messages = [*asked, {"role": "assistant", "content": "".join(said)}]
-                self.last = None
+                self.last, self.seed = None, seed
+                self.left = f"what was said of the answer stays in the conversation{self._told(seed)}"
             raise
         Out().write("\n")
         self.messages = [*asked, {"role": "assistant", "content": result.text}]
-        self.last = result
+        self.last, self.seed = result, seed
+        self.left = "the answer stays in the conversation"
         if not self.quiet:
-            note(summary(result, room()))
+            told, columns = self._told(seed), room()
+            note(summary(result, None if columns is None else columns - len(told)) + told)
 
-    def _kept(self, messages: list[dict[str, str]], said: list[str]) -> Iterator[Any]:
+    def _seed(self) -> int:
+        """The next turn's: the one that was given, or one drawn for all processes."""
+        given = self.settings.seed
+        return joined().agreed(secrets.randbelow(2**31)) if given is None else given
+
+    def _told(self, seed: int) -> str:
+        """A drawn seed that a text depends on, to end a line with."""
+        settings = self.settings
+        return "" if settings.seed is not None or draws_nothing(settings) else f", seed {seed}"
+
+    def _kept(self, messages: list[dict[str, str]], said: list[str], seed: int) -> Iterator[Any]:
         """The turn's events, its text noted down as it comes."""
         from dsbd_cli.decoding import Text
 
-        for event in self.decoder.stream(messages, self.settings, reuse=True):
+        for event in self.decoder.stream(messages, self.settings.merged({"seed": seed}), reuse=True):
             if isinstance(event, Text):
                 said.append(event.new)
             yield event
 
     def _reset(self, words: list[str]) -> None:
-        self.messages, self.last = [], None
+        self.messages, self.last, self.seed = [], None, None
         note("the conversation is forgotten")
 
     def _help(self, words: list[str]) -> None:
@@ -196,29 +221,16 @@ class Session:
         self._change({"method": words[0]})
         note(f"method {self.settings.method}")
 
-    def _set(self, words: list[str]) -> None:
-        given: dict[str, Any] = {}
-        for word in words:
-            name, equals, value = word.partition("=")
-            name = name.lstrip("-").replace("-", "_")
-            if name not in FIELDS:
-                raise UserError(f"/settings NAME=VALUE: no setting {name!r}{near(name, FIELDS)}")
-            if not equals:
-                now = _shown(self.settings.to_dict()[name])
-                raise UserError(
-                    f"/settings {name} needs a value: /settings {name}=VALUE (it is {now}; /settings alone shows all)"
-                )
-            given[name] = _parse(name, value)
+    def _set(self, line: str) -> None:
+        given = read(line.strip().removeprefix("/settings"), self.settings.to_dict())
         if given:
             self._change(given)
         values = self.settings.to_dict()
-        for name in given or values:
-            note(f"{name} = {_shown(values[name])}")
+        for name in given or LISTED:
+            note(f"{name} = {shown(values[name])}")
 
     def _change(self, given: dict[str, Any]) -> None:
         settings = self.settings.merged(given)
-        if settings.raw or settings.num_return > 1:
-            raise UserError("raw and num_return have no place in a chat")
         if settings.method in DRAFTING and self.decoder.draft is None:
             raise UserError(f"{settings.method} needs a draft model, and this chat was started without one")
         self.settings = settings
@@ -238,29 +250,8 @@ class Session:
         """The last turn answered by `method`; the conversation stays as it is."""
         other = Session(self.decoder, self.settings)
         # One seed for both, so that only the method differs.
-        seed = self.last.seed if self.last is not None else self.settings.seed
-        other._change({"method": method, "seed": seed})
+        other._change({"method": method, "seed": self.seed})
         return self.decoder.generate(self.messages[:-1], other.settings)
-
-
-def _parse(name: str, value: str) -> Any:
-    """A setting typed as text, in the setting's type."""
-    if name in ("stop", "system") and value.lower() == "none":
-        return () if name == "stop" else None
-    if name == "stop":
-        return (value,)
-    if name in ("deterministic", "raw") and value.lower() in ("true", "false"):
-        return value.lower() == "true"
-    return parse_setting(name, value)
-
-
-def _shown(value: Any) -> str:
-    """A setting as it can be typed."""
-    if value is None or value in ([], ()):
-        return "none"
-    if isinstance(value, bool):
-        return str(value).lower()
-    return ",".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
 
 
 def side_by_side(results: list[Result]) -> None:

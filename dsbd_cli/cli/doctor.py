@@ -7,12 +7,13 @@ import importlib.metadata
 import json as encoder
 import platform
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from dsbd_cli.cli import measured
 from dsbd_cli.cli.output import Out
 from dsbd_cli.counted import counted
 from dsbd_cli.energy_probes import Unknown, is_sliced, probes_of
@@ -54,7 +55,7 @@ def doctor(
         measure_anew(measure, force=force)
     elif force:
         raise UserError("--force has no effect without --measure PRESET")
-    report = examine()
+    report = examine(measure)
     if json:
         Out().write_json(encoder.dumps(report, ensure_ascii=False) + "\n")
         return
@@ -68,8 +69,12 @@ def doctor(
             Out().write(hanging(f"{name if place == 0 else '':<10} ", shown, sys.stdout) + "\n")
 
 
-def examine() -> dict[str, Any]:
-    """The report; a part that cannot be looked at says why instead."""
+def examine(preset: str | None = None) -> dict[str, Any]:
+    """The report; a part that cannot be looked at says why instead.
+
+    Args:
+        preset: a name or a file: the one to tell, of those whose pair was measured.
+    """
     parts: dict[str, Callable[[], Any]] = {
         "dsbd": lambda: __version__,
         "python": lambda: f"{platform.python_version()} ({sys.executable}), {platform.platform()}",
@@ -79,9 +84,9 @@ def examine() -> dict[str, Any]:
         "hub": _hub,
         "cache": _cache,
         "presets": _presets,
-        "formats": _formats,
-        "prices": _prices,
-        "host": _host,
+        "formats": lambda: measured.formats(preset),
+        "prices": lambda: measured.prices(preset),
+        "host": lambda: measured.host(preset),
     }
     report = {}
     for name, look in parts.items():
@@ -220,61 +225,6 @@ def _presets() -> dict[str, str]:
         )
         for preset in list_presets()
     }
-
-
-def _formats() -> list[str]:
-    """Which number formats `auto` was found to be, for the models that were loaded on this CPU."""
-    from dsbd_cli.prices.formats import listed
-
-    return _current(
-        (
-            facts,
-            f"{facts.get('number format')} {facts.get('name')}{_threads(facts)}, "
-            f"torch {facts.get('torch')}: {verdict.describe()}",
-        )
-        for _, facts, verdict in listed()
-    )
-
-
-def _threads(facts: dict[str, Any]) -> str:
-    """With how many something was measured, where that was noted."""
-    return f", {counted(facts['threads'], 'thread')}" if "threads" in facts else ""
-
-
-def _current(found: Iterable[tuple[dict[str, Any], str]]) -> list[str]:
-    """Lines of what this very program has measured, and how many are of others."""
-    from dsbd_cli.loading.ready.key import code_sum
-
-    lines, others = [], 0
-    for facts, line in found:
-        if facts.get("dsbd") == __version__ and facts.get("code") == code_sum():
-            lines.append(line)
-        else:
-            others += 1
-    return [*lines, f"{others} more, by another version of dsbd: not used"] if others else lines
-
-
-def _prices() -> list[str]:
-    """What forwards were measured to cost, for the pairs that decoded here."""
-    from dsbd_cli.prices.store import listed
-
-    lines: list[tuple[dict[str, Any], str]] = []
-    for facts, prices in listed():
-        models = [facts[role] for role in ("target", "draft") if isinstance(facts.get(role), dict)]
-        names = " + ".join(f"{one.get('name')} ({one.get('dtype')}, {one.get('device')})" for one in models)
-        lines.append((facts, f"{names}{_threads(facts)}, torch {facts.get('torch')}: {prices.describe()}"))
-    return _current(lines)
-
-
-def _host() -> list[str]:
-    """What the host's share of a batch was measured to cost beside a device."""
-    from dsbd_cli.prices.host import KIND
-    from dsbd_cli.prices.store import listed_of
-
-    return _current(
-        (facts, f"python {facts.get('python')}, torch {facts.get('torch')}: {prices.describe()}")
-        for _, facts, prices in listed_of(KIND)
-    )
 
 
 def _presence(text: str, role: str, root: Path) -> str:

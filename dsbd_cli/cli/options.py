@@ -7,12 +7,13 @@ the list of options and what is made of it name the same fields.
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import gc
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 import typer
 
@@ -231,10 +232,13 @@ class Chosen:
         A line for each reason for which options that were given change nothing (`dsbd_cli/idle.py`), then the
         decoder's own notes.
         """
+        from dsbd_cli.again import naming
         from dsbd_cli.idle import in_vain
+        from dsbd_cli.presets import DEFAULT_PRESET
 
         _, settings = self.resolve()
-        return [*in_vain(settings, self.settings), *decoder.notes]
+        preset = None if self.spec.keys() & {"target", "draft"} else self.preset or DEFAULT_PRESET
+        return [*in_vain(settings, self.settings), *(naming(line, preset) for line in decoder.notes)]
 
     def sources(self) -> dict[str, Any]:
         """The models asked for, in a form that changes when their files do (`loading/stamp.py`).
@@ -366,8 +370,13 @@ def _wants_draft(spec: Any, settings: Settings, every_method: bool) -> bool:
     return settings.method in DRAFTING or (every_method and spec.draft is not None)
 
 
-def decoding_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Add the shared options to a typer command whose first parameter is `chosen: Chosen`."""
+def decoding_options(command: Callable[..., Any], unlisted: Sequence[str] = ()) -> Callable[..., Any]:
+    """Add the shared options to a typer command whose first parameter is `chosen: Chosen`.
+
+    Args:
+        unlisted: names of options that the command refuses by name, and so does not offer.
+    """
+    shared = [_hidden(one) if one.name in unlisted else one for one in PARAMETERS]
 
     @functools.wraps(command)
     def wrapper(**values: Any) -> Any:
@@ -379,10 +388,18 @@ def decoding_options(command: Callable[..., Any]) -> Callable[..., Any]:
         for parameter in inspect.signature(command, eval_str=True).parameters.values()
         if parameter.name != "chosen"
     ]
-    wrapper.__signature__ = inspect.Signature([*own, *PARAMETERS])  # type: ignore[attr-defined]
-    wrapper.__annotations__ = {parameter.name: parameter.annotation for parameter in [*own, *PARAMETERS]}
+    wrapper.__signature__ = inspect.Signature([*own, *shared])  # type: ignore[attr-defined]
+    wrapper.__annotations__ = {parameter.name: parameter.annotation for parameter in [*own, *shared]}
     del wrapper.__wrapped__  # typer would look through it at the bare signature
     return wrapper
+
+
+def _hidden(parameter: inspect.Parameter) -> inspect.Parameter:
+    """The same option, not shown by --help."""
+    kind, option = get_args(parameter.annotation)
+    option = copy.copy(option)
+    option.hidden = True
+    return parameter.replace(annotation=Annotated[kind, option])
 
 
 def chosen_from(values: dict[str, Any]) -> Chosen:

@@ -12,6 +12,7 @@ import shutil
 import time
 from pathlib import Path
 
+from dsbd_cli.again import AGAIN
 from dsbd_cli.errors import RunError
 from dsbd_cli.loading import processor
 from dsbd_cli.loading.cache import cache_root
@@ -32,7 +33,7 @@ def remembered() -> str | None:
         return None
     return (
         f"{processor.compiler()} had not ended after {seconds:g} s ({told}; it is tried again a day later, or by "
-        "dsbd doctor --measure PRESET)"
+        f"{AGAIN})"
     )
 
 

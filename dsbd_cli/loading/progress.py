@@ -57,8 +57,15 @@ class TerminalProgress:
 
 def _bar() -> Any:
     from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
+    from rich.progress import BarColumn, DownloadColumn, Progress, Task, TextColumn
+    from rich.text import Text
+
+    class Bytes(DownloadColumn):
+        """Nothing for a stage that tells none."""
+
+        def render(self, task: Task) -> Text:
+            return super().render(task) if task.total or task.completed else Text()
 
     # Stages hold file names, which are not markup.
     words = TextColumn("{task.description}", markup=False)
-    return Progress(words, BarColumn(20), DownloadColumn(), console=Console(stderr=True), transient=True)
+    return Progress(words, BarColumn(20), Bytes(), console=Console(stderr=True), transient=True)

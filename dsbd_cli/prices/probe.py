@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from dsbd_cli.again import AGAIN
 from dsbd_cli.decoding import HfTreeModel, LogitsProcessor, Node, SeededSampler, Trie
 from dsbd_cli.others import took
 
@@ -42,7 +43,7 @@ def measured_now(others: float | None, *, uneven: bool = False) -> Moment:
     busy = took(others) or ("times of one forward differ by half" if uneven else "")
     if not busy:
         return Moment(when, busy)
-    return Moment(f"{when} on a busy machine ({busy}; dsbd doctor --measure PRESET does it anew)", busy)
+    return Moment(f"{when} on a busy machine ({busy}; {AGAIN} does it anew)", busy)
 
 
 def torn(others: float | None) -> bool:

@@ -13,6 +13,7 @@ from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 from filelock import FileLock, Timeout
 
+from dsbd_cli.again import AGAIN
 from dsbd_cli.errors import RunError, UserError
 from dsbd_cli.loading.cache import cache_root
 from dsbd_cli.paths import refuse_special, write_whole
@@ -200,8 +201,8 @@ def _better(kind: Kind[T], before: T | None, now: T, again: bool, force: bool) -
         return now, ()
     why = f"the machine was busy ({now.busy}): the {kind.what}"
     if before is None or before.busy or force:
-        return now, (f"{why} measured now may be off; dsbd doctor --measure PRESET does it anew",)
-    stay = f"{why} {before.origin} stay; dsbd doctor --measure PRESET does it anew (--force keeps a busy machine's too)"
+        return now, (f"{why} measured now may be off; {AGAIN} does it anew",)
+    stay = f"{why} {before.origin} stay; {AGAIN} does it anew (--force keeps a busy machine's too)"
     return before, (stay,)
 
 

@@ -241,3 +241,15 @@ def test_a_run_of_few_items_says_that_it_decides_nothing(tmp_path, limit, said):
     for text in (page, screen):
         assert ("too few to decide anything about quality" in text) is (said is not None)
         assert text.count(said or "items asked") == 1
+
+
+def test_a_run_without_references_says_nothing_of_scores(tmp_path):
+    (tmp_path / "plain.txt").write_text("one\ntwo\n")
+    made = plan(tmp_path / "run", dataset=str(tmp_path / "plain.txt"), methods="multinomial,beam")
+    run_bench(made, open_backend=lambda *_: FakeBackend(), prompter=prompter(made))
+    page, screen = (tmp_path / "run" / "report.html").read_text(), summary_text(tmp_path / "run")
+    assert "score =" not in screen
+    assert "exact match: n/a, no answer has one" in page
+    for text in (page, screen):
+        assert "2 items: too few to decide anything about speed but what an interval shows" in text
+        assert "moves a mean score" not in text

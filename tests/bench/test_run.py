@@ -118,6 +118,10 @@ def test_a_torn_line_is_done_again_with_its_item(tmp_path, capsys):
     told = capsys.readouterr().err
     assert "torn" in told
     assert said.format("1 answer") in told
+    run_file = tmp_path / "out" / "run.json"  # other files of models, perhaps with the same weights
+    run_file.write_text(json.dumps(json.loads(run_file.read_text()) | {"sources": {}}))
+    run(plan(tmp_path / "out"))
+    assert "to give" not in capsys.readouterr().err
     assert len([call for call in again.calls if call[2] == 32]) == 2
     assert results(tmp_path / "out") == whole
 

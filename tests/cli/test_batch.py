@@ -54,6 +54,29 @@ def test_lines_with_several_answers_and_with_refusals(dsbd: Call, models: Models
     )
     assert "2 of 2 answers are unfinished (--json says which)" in ran.err
     assert "unfinished" not in dsbd("generate", *target, *options, "--json", stdin=b"a\n").err
+
+
+def test_a_file_says_how_many_answers_are_unfinished(dsbd: Call, models: Models, tmp_path: Path) -> None:
+    source, out = tmp_path / "in.txt", tmp_path / "out.jsonl"
+    source.write_text("a\nb\n")
+    command = ["generate", *pair(models("rand")), "--seed", "1", "--max-new-tokens", "4"]
+    files = ["--input", source, "--output", out]
+    assert (
+        f"dsbd: 2 of 2 answers are unfinished (`finished` in {out} says which)\n"
+        in dsbd(*command, *files).err
+    )
+    out.write_bytes(out.read_bytes().splitlines(keepends=True)[0])
+    assert "1 of 1 answers given now are unfinished" in dsbd(*command, *files).err
+    whole = ["generate", *pair(models("says", "A")), "--input", source, "--output", tmp_path / "whole.jsonl"]
+    assert "unfinished" not in dsbd(*whole).err
+    assert (
+        "unfinished" not in dsbd(*command, "--input", source, "--output", tmp_path / "quiet.jsonl", "-q").err
+    )
+
+
+def test_lines_go_on_behind_what_is_refused(dsbd: Call, models: Models) -> None:
+    target = pair(models("rand", max_position_embeddings=64))
+    options = ["--lines", "--seed", "1", "--max-new-tokens", "4"]
     ran = dsbd("generate", *target, *options, "--json", stdin=b"q" * 100 + b"\n")
     assert "no room" in json.loads(ran.text)["error"]
     assert dsbd("generate", *target, *options, stdin=b"").out == b""

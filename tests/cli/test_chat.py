@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from dsbd_cli import Decoder, Settings
-from dsbd_cli.cli import chat
+from dsbd_cli.cli import typed
 from dsbd_cli.cli.chat import Session
+from dsbd_cli.decoding import Text
 from dsbd_cli.ui import look
 from tests import builders
 from tests.cli.conftest import Call, environment, pair, program
@@ -64,12 +65,103 @@ def test_settings_are_shown_as_they_can_be_typed() -> None:
         Settings(method="specinfer", tree=(2, 1), stop=("x",), deterministic=False, seed=3),
     ):
         for name, value in settings.to_dict().items():
-            kept = settings.merged({name: chat._parse(name, chat._shown(value))})
+            if name in typed.UNLISTED:
+                continue
+            kept = settings.merged({name: typed.parse(name, typed.shown(value))})
             assert kept.to_dict()[name] == value, name
     talked = Settings(system="be brief", stop=("x",)).merged(
-        {name: chat._parse(name, "none") for name in ("system", "stop")}
+        {name: typed.parse(name, "none") for name in ("system", "stop")}
     )
     assert (talked.system, talked.stop) == (None, ())
+
+
+@pytest.mark.parametrize(
+    ("line", "given"),
+    [
+        ("system=Be terse.", {"system": "Be terse."}),
+        ("  --system=Don't  say 'no'. ", {"system": "Don't  say 'no'."}),
+        ('system="Be terse." width=2', {"system": "Be terse.", "width": 2}),
+        ("width=2 'system=Be terse.' gamma=3", {"width": 2, "system": "Be terse.", "gamma": 3}),
+        (r"""stop='\n "' top-p=0.5""", {"stop": (r'\n "',), "top_p": 0.5}),
+        ("stop=a stop=b", {"stop": ("a", "b")}),
+        ("stop=the end", {"stop": ("the end",)}),
+        ("prices=/a b/c.json", {"prices": "/a b/c.json"}),
+        ("system= width=2", {"system": "", "width": 2}),
+        ("system=none", {"system": None}),
+    ],
+)
+def test_values_with_spaces_can_be_given(line: str, given: dict[str, Any]) -> None:
+    assert typed.read(line, Settings().to_dict()) == given
+
+
+def test_a_system_turn_of_several_words_is_used(chatty: str) -> None:
+    session = Session(Decoder.from_pair(chatty, chatty), Settings())
+    session.take("/settings system=Be terse.")
+    assert session.settings.system == "Be terse."
+
+
+def test_what_a_chat_has_no_place_for_is_not_offered(dsbd: Call, chatty: str, tmp_path: Path) -> None:
+    ran = dsbd("chat", *pair(chatty), stdin=b"/settings\n")
+    assert (ran.code, "width = 4" in ran.err) == (0, True)
+    asked = dsbd("chat", "--help").text
+    assert "--width" in asked
+    for name in typed.UNLISTED:
+        assert f"{name} = " not in ran.err
+        assert f"--{name.replace('_', '-')}" not in asked
+        assert f"--{name.replace('_', '-')}" in dsbd("generate", "--help").text
+
+
+def test_what_a_preset_holds_that_has_no_place_in_a_chat_yields(
+    dsbd: Call, chatty: str, tmp_path: Path
+) -> None:
+    preset = tmp_path / "mine.yaml"
+    preset.write_text(f"target: {chatty}\ndraft: {chatty}\nraw: true\nnum_return: 2\nseed: 1\n")
+    command = ["--max-new-tokens", "8", "-q"]
+    ran = dsbd("chat", "--preset", preset, *command, stdin=b"hello\n")
+    assert ran.code == 0, ran.err
+    assert ran.out == dsbd("chat", *pair(chatty), "--seed", "1", *command, stdin=b"hello\n").out
+
+
+def test_a_drawn_seed_is_reported(dsbd: Call, chatty: str) -> None:
+    command = ["chat", *pair(chatty), "--max-new-tokens", "12"]
+    ran = dsbd(*command, stdin=b"hello\n")
+    seed = ran.err.rpartition(", seed ")[2].strip()
+    again = dsbd(*command, "--seed", seed, stdin=b"hello\n")
+    assert again.out == ran.out
+    assert "seed" not in again.err
+    assert "seed" not in dsbd(*command, "--temperature", "0", stdin=b"hello\n").err
+
+
+class Interrupted:
+    """A decoder whose answer is stopped after some words."""
+
+    def __init__(self, *words: str) -> None:
+        self.words, self.draft = words, None
+
+    def stream(self, *_: Any, **__: Any) -> Iterator[Any]:
+        for word in self.words:
+            yield Text(word)
+        raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("half ", "an"), "what was said of the answer stays in the conversation, seed "),
+        ((), "no part of the conversation"),
+    ],
+)
+def test_a_stop_says_what_stays(words: tuple[str, ...], said: str) -> None:
+    decoder: Any = Interrupted(*words)
+    session = Session(decoder, Settings(method="beam"))
+    with pytest.raises(KeyboardInterrupt):
+        session.take("hello")
+    assert said in session.left
+    assert [message["content"] for message in session.messages] == (["hello", "half an"] if words else [])
+    assert (session.seed is not None) == bool(words)
+    assert session.left.endswith(f"seed {session.seed}" if words else "conversation")
+    session.take("/reset")
+    assert session.left == "the conversation is as it was"
 
 
 @pytest.mark.parametrize("columns", [40, None])
@@ -133,7 +225,11 @@ def test_history_stays_in_the_caches(chatty: str, monkeypatch: pytest.MonkeyPatc
         ("/settings width", ["width needs a value", "/settings width=VALUE", "it is 4"]),
         ("/settings --seed", ["seed needs a value", "/settings seed=VALUE"]),
         ("/settings width=many", ["width"]),
-        ("/settings raw=true", ["raw"]),
+        ("/settings raw=true", ["raw has no place in a chat"]),
+        ("/settings num_return=1", ["num_return has no place in a chat"]),
+        ("/settings width=2 system=Be terse.", ["no setting 'terse.'", 'system="..."']),
+        ("/settings width=2 system=Don't", ["a quote is not closed", 'NAME="..."']),
+        ("/settings method=beam dsbd", ["no setting 'dsbd'"]),
         ("/settings top_p=2", ["top-p"]),
         ("/compare", ["none yet"]),
         ("/compare a b", ["/compare"]),
@@ -219,7 +315,7 @@ def test_ctrl_c_stops_the_turn_only(tmp_path: Path) -> None:
     terminal.send(b"hello\r")
     assert terminal.until(lambda output: b"so on" in output or b"on so" in output, 60)
     terminal.send(b"\x03")
-    assert terminal.until(lambda output: b"stopped" in output and output.endswith(b"> "), 60)
+    assert terminal.until(lambda output: b"stopped; what was said" in output and output.endswith(b"> "), 60)
     terminal.send(b"/quit\r")
     assert terminal.finish() == 0
     assert "Traceback" not in terminal.text

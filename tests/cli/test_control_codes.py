@@ -129,6 +129,20 @@ def test_presets_statistics_and_stages(
     assert clean("".join(shown_at))
 
 
+def test_a_stage_without_bytes_shows_none() -> None:
+    code = (
+        "from dsbd_cli.loading.progress import TerminalProgress\n"
+        "with TerminalProgress() as tell:\n    tell('timing number formats')\n    tell('reading', 5, {})"
+    )
+    for total, said in ((0, "5/? bytes"), (10, "5/10 bytes")):
+        terminal = Terminal([sys.executable, "-c", code.format(total)], env=environment(TERM="xterm"))
+        assert terminal.finish() == 0
+        timing = terminal.text.partition("reading")[0]
+        assert "timing number formats" in timing
+        assert "bytes" not in timing
+        assert said in terminal.text
+
+
 def test_a_line_end_that_comes_in_two_pieces_stays_one(
     screen: None, capsysbinary: pytest.CaptureFixture[bytes]
 ) -> None:
