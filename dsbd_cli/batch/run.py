@@ -84,6 +84,7 @@ def run_file(
     try:
         # What differs in settings or input is told before minutes of loading; other files, perhaps, after.
         if group.agreed(shard.world == 1 and store.is_of(facts, seed_given) and store.is_whole):
+            store.finish()  # a kill behind the last record leaves a part
             tell(f"{all_are(len(items), 'prompt')} done already: {output}")
             _say_refused(store.refused, len(items), source, output)
             return results
@@ -98,6 +99,7 @@ def run_file(
             facts["prices"] = prices
         seed = group.agreed(store.claim(facts, seed_given))
         if group.agreed(shard.world == 1 and store.is_whole):
+            store.finish()  # a kill behind the last record leaves a part
             tell(f"{all_are(len(items), 'prompt')} done already: {output}")
             _say_refused(store.refused, len(items), source, output)
             return results

@@ -211,6 +211,21 @@ def test_processes_that_share_a_terminal_draw_one_bar(
     assert told[-1].startswith("2 of 2 answers are unfinished")
 
 
+def test_what_a_kill_behind_the_last_record_left_goes_when_all_is_found_done(
+    decoder: Decoder, tmp_path: Path
+) -> None:
+    source, out = prompts(tmp_path, 3), tmp_path / "out.jsonl"
+    chosen: Any = Loaded(decoder, SETTINGS)
+    run_file(chosen, source, out, lambda line: None, bar=False)
+    whole, early = out.read_bytes(), tmp_path / "out.jsonl.early"
+    early.write_bytes(whole.splitlines(keepends=True)[2])
+    told: list[str] = []
+    assert run_file(chosen, source, out, told.append, bar=False) == []
+    assert told[0].startswith("all 3 prompts are done already")
+    assert out.read_bytes() == whole
+    assert not early.exists()
+
+
 def test_a_drawn_seed_is_kept_for_the_resume(decoder: Decoder, tmp_path: Path) -> None:
     source, out = prompts(tmp_path, 4), tmp_path / "out.jsonl"
     chosen: Any = Loaded(decoder, dataclasses.replace(SETTINGS, seed=None))
