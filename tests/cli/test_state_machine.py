@@ -203,7 +203,8 @@ _load = dsbd_cli.loading.load_pair
 
 def unmeasured(line: bytes) -> dict[str, Any]:
     record: dict[str, Any] = json.loads(line)
-    for name in (*MEASURED, "notes", "energy_source"):
+    # Forests made of earlier tokens follow who shares a batch, and of those a run that goes on has fewer.
+    for name in (*MEASURED, "notes", "energy_source", "paths", "drafts_examined", "accepted_by_depth"):
         record.get("stats", {}).pop(name, None)
     return record
 
