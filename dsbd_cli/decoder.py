@@ -220,13 +220,8 @@ class Decoder:
             raise UserError("generate_many takes a list of prompts, not one text")
         if batch is not None and (type(batch) is not int or batch < 1):
             raise UserError(f"batch must be a whole number of at least 1, not {batch!r}")
-        each: Iterable[Any]
-        if settings is None or isinstance(settings, (Settings, Mapping)):
-            each = itertools.repeat(self.settings_of(settings))
-        elif isinstance(settings, Iterable) and not isinstance(settings, (str, bytes)):
-            each = settings
-        else:
-            each = itertools.repeat(self.settings_of(settings))  # which says what they may be
+        several = isinstance(settings, Iterable) and not isinstance(settings, (Mapping, str, bytes))
+        each: Iterable[Any] = settings if several else itertools.repeat(self.settings_of(settings))  # type: ignore[assignment]
         asked = ((prompt, self.settings_of(one)) for prompt, one in _paired(prompts, each))
         with Batch(self, batch) as running:
             for answer in in_order(running.answers(asked)):

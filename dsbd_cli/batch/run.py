@@ -84,9 +84,7 @@ def run_file(
     try:
         # What differs in settings or input is told before minutes of loading; other files, perhaps, after.
         if group.agreed(shard.world == 1 and store.is_of(facts, seed_given) and store.is_whole):
-            store.finish()  # a kill behind the last record leaves a part
-            tell(f"{all_are(len(items), 'prompt')} done already: {output}")
-            _say_refused(store.refused, len(items), source, output)
+            _say_done(store, len(items), source, output, tell)
             return results
         device = shard.device() if team.size == 1 else None  # a team has chosen its cards
         places: dict[str, Any] = {"target_device": device, "draft_device": device} if device else {}
@@ -99,9 +97,7 @@ def run_file(
             facts["prices"] = prices
         seed = group.agreed(store.claim(facts, seed_given))
         if group.agreed(shard.world == 1 and store.is_whole):
-            store.finish()  # a kill behind the last record leaves a part
-            tell(f"{all_are(len(items), 'prompt')} done already: {output}")
-            _say_refused(store.refused, len(items), source, output)
+            _say_done(store, len(items), source, output, tell)
             return results
         mine = [item for item in items if shard.owns(item.index)]
         done = group.agreed(store.done)
@@ -149,6 +145,13 @@ def _silent(line: str) -> None:
 def _counted(source: Path) -> str:
     """What the number of a prompt of a file counts: blank lines of JSON are none."""
     return "line" if form_of(source) == "text" else "prompt"
+
+
+def _say_done(store: Store, total: int, source: Path, output: Path, tell: Tell) -> None:
+    """All prompts have their records already."""
+    store.finish()  # a kill behind the last record leaves a part
+    tell(f"{all_are(total, 'prompt')} done already: {output}")
+    _say_refused(store.refused, total, source, output)
 
 
 def _say_refused(refused: Mapping[int, str], total: int, source: Path, output: Path) -> None:

@@ -618,10 +618,9 @@ static input laid_out(job *j, const linear *w, const float *x, const int64_t *ke
 static void go_on(const job *j, long me) {
     const request *r = j->r;
     long hidden = j->m->hidden, wide = j->m->heads * j->m->size;
-    for (long i = me; i < r->kept; i += j->all.workers) {
-        memcpy(j->last + i * hidden, j->x + r->keep[i] * hidden, (size_t)hidden * 4);
-        memcpy(j->query + i * wide, j->att + r->keep[i] * wide, (size_t)wide * 4);
-    }
+    long first = r->kept * me / j->all.workers, count = r->kept * (me + 1) / j->all.workers - first;
+    gathered(j->x, r->keep + first, count, hidden, j->last + first * hidden);
+    gathered(j->att, r->keep + first, count, wide, j->query + first * wide);
 }
 
 static void work(void *data) {

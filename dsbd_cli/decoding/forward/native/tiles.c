@@ -81,10 +81,9 @@ static void rotate(const job *j, long at, long me) {
 static void go_on(const job *j, long me) {
     const request *r = j->r;
     long hidden = j->m->hidden, wide = j->m->heads * j->m->size;
-    for (long i = me; i < r->kept; i += j->all.workers) {
-        memcpy(j->last + i * hidden, j->x + r->keep[i] * hidden, (size_t)hidden * 2);
-        memcpy(j->qkv + i * wide, j->att + r->keep[i] * wide, (size_t)wide * 2);
-    }
+    long first = r->kept * me / j->all.workers, count = r->kept * (me + 1) / j->all.workers - first;
+    gathered(j->x, r->keep + first, count, hidden, j->last + first * hidden);
+    gathered(j->att, r->keep + first, count, wide, j->qkv + first * wide);
 }
 
 static void work(void *data) {
