@@ -89,6 +89,29 @@ def prompt_of(record: Mapping[str, Any]) -> str | list[Any]:
     return value
 
 
+def is_blank(prompt: Any) -> bool:
+    """Whether it is a text that says nothing, or checked messages that ask nothing."""
+    return not prompt.strip() if isinstance(prompt, str) else ask_nothing(prompt)
+
+
+def question_of(record: Mapping[str, Any], where: str) -> str | tuple[Any, ...]:
+    """The prompt of a line of JSON Lines (`prompt_of`), which asks something.
+
+    Args:
+        where: file and line, for errors.
+
+    Raises:
+        UserError: no prompt, or an empty one.
+    """
+    try:
+        prompt = prompt_of(record)
+    except UserError as error:
+        raise UserError(f"{where}: {error}") from None
+    if is_blank(prompt):
+        raise UserError(f"{where}: the prompt is empty: nothing is asked")
+    return prompt if isinstance(prompt, str) else tuple(prompt)
+
+
 def _kind(value: Any) -> str:
     """In the words of JSON."""
     if isinstance(value, (str, int, float)) and not isinstance(value, bool):

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from dsbd_cli.errors import UserError
-from dsbd_cli.messages import NOT_RAW, ask_nothing, check
+from dsbd_cli.messages import NOT_RAW, ask_nothing, check, is_blank
 from dsbd_cli.names import near
 from dsbd_cli.settings import Settings, broken
 from dsbd_cli.turns import encode_quoted, in_parts, quote, spoken, texts_of, unquote
@@ -81,11 +81,6 @@ def encode(
     if min(items) < 0 or max(items) >= vocab_size:
         raise UserError(f"prompt token ids must lie in 0..{vocab_size - 1}, the target's vocabulary")
     return items, []
-
-
-def is_blank(prompt: Any) -> bool:
-    """Whether it is a text that says nothing, or checked messages that ask nothing."""
-    return not prompt.strip() if isinstance(prompt, str) else ask_nothing(prompt)
 
 
 def _refuse_blank(tokenizer: Any, settings: Settings) -> None:

@@ -8,7 +8,8 @@ import pytest
 from tokenizers import decoders, normalizers, pre_tokenizers
 
 from dsbd_cli.errors import UserError
-from dsbd_cli.prompts import encode, is_blank
+from dsbd_cli.messages import is_blank
+from dsbd_cli.prompts import encode
 from dsbd_cli.settings import Settings
 from tests import builders
 

@@ -130,7 +130,7 @@ def _prompts(source: str | None, settings: Settings) -> list[Prompt]:
         return list(lines)
     if source is not None:
         from dsbd_cli.batch.items import read_items, refuse_raw
-        from dsbd_cli.prompts import is_blank
+        from dsbd_cli.messages import is_blank
 
         items, _ = read_items(Path(source), option="")
         refuse_raw(items, settings, source)

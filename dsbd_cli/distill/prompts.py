@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from dsbd_cli.errors import UserError
-from dsbd_cli.messages import prompt_of
-from dsbd_cli.prompts import encode, is_blank
+from dsbd_cli.messages import question_of
+from dsbd_cli.prompts import encode
 from dsbd_cli.settings import Settings
 from dsbd_cli.turns import texts_of
 
@@ -53,13 +53,7 @@ def read_prompts(path: Path) -> list[Prompt]:
             raise UserError(f"{where}: not JSON ({error})") from None
         if not isinstance(record, dict):
             raise UserError(f"{where}: must be an object with prompt or messages")
-        try:
-            prompt = prompt_of(record)
-        except UserError as error:
-            raise UserError(f"{where}: {error}") from None
-        if is_blank(prompt):
-            raise UserError(f"{where}: the prompt is empty: nothing is asked")
-        text = prompt if isinstance(prompt, str) else tuple(prompt)
+        text = question_of(record, where)
         prompts.append(Prompt(text, str(record.get("set", "prompts")), str(record.get("id", number))))
     if not prompts:
         raise UserError(f"{path}: no prompts in it")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +11,7 @@ from dsbd_cli.bench.datasets.records import Dataset, PlainItem, made
 from dsbd_cli.bench.scoring.squad import is_prose
 from dsbd_cli.counted import counted
 from dsbd_cli.errors import UserError
-from dsbd_cli.messages import prompt_of
-from dsbd_cli.prompts import is_blank
+from dsbd_cli.messages import question_of
 
 
 def load(path: Path) -> Dataset:
@@ -28,7 +27,7 @@ def load(path: Path) -> Dataset:
         if unknown:
             raise UserError(f"{where}: unknown key {unknown[0]!r} (known: id, prompt, messages, references)")
         name = str(record.get("id", f"line-{number}"))
-        items.append(PlainItem(name, _prompt(record, where), _texts(record.get("references"), where)))
+        items.append(PlainItem(name, question_of(record, where), _texts(record.get("references"), where)))
     # Where most references are prose no answer ever matches one exactly: shared words are what can be counted.
     known = [all(map(is_prose, item.references)) for item in items if item.references]
     kind = "prose" if 2 * sum(known) > len(known) else "jsonl"
@@ -42,18 +41,6 @@ def _lines_of(path: Path) -> Iterator[tuple[int, Any]]:
     for number, line in enumerate(read_text(path).split("\n"), 1):
         if line.strip():
             yield number, {"prompt": line.removesuffix("\r")}
-
-
-def _prompt(record: Mapping[str, Any], where: str) -> Any:
-    try:
-        prompt = prompt_of(record)
-    except UserError as error:
-        raise UserError(f"{where}: {error}") from None
-    if is_blank(prompt):
-        raise UserError(f"{where}: the prompt is empty: nothing is asked")
-    if isinstance(prompt, str):
-        return prompt
-    return tuple(prompt)
 
 
 def _texts(value: Any, where: str) -> tuple[str, ...]:
