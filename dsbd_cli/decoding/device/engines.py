@@ -356,5 +356,5 @@ def _laws(device: torch.device) -> Iterator[DeviceLaw]:
         except ImportError:
             pass
         else:
-            yield TritonLaw()
+            yield TritonLaw(device)
     yield TorchLaw()

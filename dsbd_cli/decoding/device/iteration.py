@@ -232,6 +232,10 @@ class CoverIteration(AheadIteration):
         self._greedy, self._support, self._distinct = greedy, support, distinct
         self._eos = torch.tensor(eos_ids, dtype=torch.long, device=device)
         self._state[:, layout.state.position.at] = 1  # a capture runs from here: no position is before 0
+        # How far nodes lie behind the beams: those that the draft catches up on, and all of the target's.
+        deep = torch.arange(1, layout.gamma + 1, device=device).repeat_interleave(layout.draft_width)
+        beams = deep.new_zeros(layout.width)
+        self._behind_beams = torch.cat([beams - 1, beams]), torch.cat([beams, deep])
         self._nobody = self._empty()
         self._everyone = np.arange(layout.draft_width)
 
@@ -360,7 +364,7 @@ class CoverIteration(AheadIteration):
 
     def _steps(self, request: Tensor, sees: int, draft_sees: int = 0) -> list[Tensor]:
         layout, sent, state = self.layout, self.layout.request, self._state
-        state.copy_(torch.where(sent.fresh.of(request) != 0, sent.start.of(request), state))
+        torch.where(sent.fresh.of(request) != 0, sent.start.of(request), state, out=state)
         outcome = torch.zeros((layout.requests, layout.outcome_size), dtype=torch.long, device=request.device)
         position = layout.state.position.of(state)  # [R, 1]
         if self.draft is not None:
@@ -370,8 +374,7 @@ class CoverIteration(AheadIteration):
         own = self.law.forest_masks(
             masks, layout.state.row.of(state), None, slots[:, :width], rows[:, :width]
         )
-        ids, where = layout.state.token.of(state), position.expand(-1, width)
-        mask = own
+        ids, mask = layout.state.token.of(state), own
         if self.draft is not None:
             below = self.law.forest_masks(
                 masks, rows[:, :width], layout.forest.parent.of(outcome), slots[:, width:], rows[:, width:]
@@ -380,10 +383,7 @@ class CoverIteration(AheadIteration):
                 0, 1
             )
             ids = torch.cat([ids, layout.forest.token.of(outcome).flatten(1)], 1)
-            depth = (
-                torch.arange(layout.gamma * layout.draft_width, device=request.device) // layout.draft_width
-            )
-            where = torch.cat([where, position + depth + 1], 1)
+        where = position + self._behind_beams[1]
         nodes = Nodes(ids.flatten(), where.flatten(), slots.flatten(), mask)
         logits = forward_many(
             self.target, nodes, sent.begin.of(request)[:, 0], sent.used.of(request)[:, 0], sees
@@ -412,12 +412,13 @@ class CoverIteration(AheadIteration):
         slots, rows = all_slots[:, : 2 * width], all_rows[:, : 2 * width]
         mask = law.catch_up_masks(draft.stores.masks, state, layout, slots, rows)
         ids = torch.cat([layout.state.above.of(state), layout.state.token.of(state)], 1).flatten()
-        where = position.expand(-1, width)
-        nodes = Nodes(ids, torch.cat([where - 1, where], 1).flatten(), slots.flatten(), mask)
+        nodes = Nodes(ids, (position + self._behind_beams[0]).flatten(), slots.flatten(), mask)
         logits = forward_many(draft, nodes, begin, used, sees).unflatten(0, (requests, 2 * width))
         best = law.pack(draft, logits[:, width:].flatten(0, 1))
         scores, base = layout.state.score.of(state, torch.float64), rows[:, width:]
         forest, known = layout.forest, layout.state.known.of(state)
+        deep = self._behind_beams[1][width:].view(layout.gamma, 1, draft_width)
+        wheres = (position + deep).flatten(1)  # of all layers at once: [gamma, R x W_S]
         for depth in range(layout.gamma):
             if layout.recalled:
                 known = law.recall(best, known, depth, layout, outcome, self._memory)
@@ -436,7 +437,6 @@ class CoverIteration(AheadIteration):
             parent = forest.parent.of(outcome)[:, depth : depth + 1]
             mask = law.forest_masks(draft.stores.masks, base, parent, slots, rows)
             ids = forest.token.of(outcome)[:, depth].flatten()
-            where = (position + depth + 1).expand(-1, draft_width).flatten()
-            nodes = Nodes(ids, where, slots.flatten(), mask)
+            nodes = Nodes(ids, wheres[depth], slots.flatten(), mask)
             best = law.pack(draft, forward_many(draft, nodes, begin, used, sees))
             base = rows

@@ -23,6 +23,7 @@ from dsbd_cli.decoding.device.acceptance_triton import (
     picked_apart,
 )
 from dsbd_cli.decoding.device.layout import CoverLayout, DraftLayout
+from dsbd_cli.decoding.forward.triton_products import how, ready, starts_early
 from dsbd_cli.decoding.model.protocol import Side
 
 # Logits a program looks at, the most entries of a row that it looks for, and the most of all parents.
@@ -42,9 +43,11 @@ def _ordered(values, ids):
 
 @triton.jit(do_not_specialize=["parts"])
 def _parts_of_rows(
-    logits_ptr, keys_ptr, peaks_ptr, masses_ptr, stride, vocab, parts, COUNT: tl.constexpr, PART: tl.constexpr
-):
+    logits_ptr, keys_ptr, peaks_ptr, masses_ptr, stride, vocab, parts,
+    COUNT: tl.constexpr, PART: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
     """Of one part of one row: its best entries, its maximum, its mass; a mass of NaN where it is not finite."""
+    ready(EARLY)
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     ids = part * PART + tl.arange(0, PART)
     inside = ids < vocab
@@ -67,9 +70,10 @@ def _parts_of_rows(
 @triton.jit(do_not_specialize=["parts"])
 def _whole_rows(
     keys_ptr, peaks_ptr, masses_ptr, out_ptr, parts,
-    COUNT: tl.constexpr, PARTS: tl.constexpr, ENTRIES: tl.constexpr,
+    COUNT: tl.constexpr, PARTS: tl.constexpr, ENTRIES: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """The best entries of one row: log-probabilities, ids (bits of int32), and 1 where all is finite."""
+    ready(EARLY)
     row = tl.program_id(0).to(tl.int64)
     part = tl.arange(0, PARTS)
     peaks = tl.load(peaks_ptr + row * parts + part, mask=part < parts, other=-float("inf"))
@@ -147,9 +151,14 @@ def _heaviest(
     tokens = tl.zeros([SIZE], tl.int64)
     parents = tl.zeros([SIZE], tl.int64)
     left = weight
+    # (One after the other: places of all at once are more code than fits where a device keeps it.)
     for i in range(count):
-        top = tl.max(left, 0)
-        chosen = rank == tl.min(tl.where(left == top, rank, 9223372036854775807), 0)
+        if BY_TOKEN:
+            top = tl.max(left, 0)
+            chosen = rank == tl.min(tl.where(left == top, rank, 9223372036854775807), 0)
+        else:
+            top, first = tl.max(left, 0, return_indices=True)  # of ties the first
+            chosen = rank == first
         here = place == i
         weights = tl.where(here, top, weights)
         logps = tl.where(here, tl.sum(tl.where(chosen, logp, 0.0), 0), logps)
@@ -180,9 +189,10 @@ def _draft(
     rows_ptr, score_ptr, score_stride, eos_ptr, eos_count, outcome_ptr, outcome_stride, parent_count, depth,
     WIDTH: tl.constexpr, PARENT: tl.constexpr, TOKEN: tl.constexpr, WEIGHT: tl.constexpr,
     LOGP: tl.constexpr, PROB: tl.constexpr, FINITE: tl.constexpr, FINITE_WIDTH: tl.constexpr,
-    COUNT: tl.constexpr, WIDE: tl.constexpr, PARENTS: tl.constexpr, SIZE: tl.constexpr,
+    COUNT: tl.constexpr, WIDE: tl.constexpr, PARENTS: tl.constexpr, SIZE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """`law_torch.best_layer` of one request; PARENT and the like are where the forest's fields begin."""
+    ready(EARLY)
     request = tl.program_id(0).to(tl.int64)
     finite_out = outcome_ptr + request * outcome_stride + FINITE + depth * FINITE_WIDTH
     out = outcome_ptr + request * outcome_stride + depth * WIDTH
@@ -226,9 +236,10 @@ def _draw(
     SUPPORT_TOKEN: tl.constexpr, LOGP: tl.constexpr, PROB: tl.constexpr, DRAWS: tl.constexpr,
     FINITE: tl.constexpr, FINITE_WIDTH: tl.constexpr, GREEDY: tl.constexpr,
     COUNT: tl.constexpr, WIDE: tl.constexpr, PARENTS: tl.constexpr, SIZE: tl.constexpr, DRAWN: tl.constexpr,
-    DISTINCT: tl.constexpr,
+    DISTINCT: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """`law_torch.draft_layer` of one request: draws, and all that they were drawn from in canonical order."""
+    ready(EARLY)
     request = tl.program_id(0).to(tl.int64)
     sent, out = request_ptr + request * request_stride, outcome_ptr + request * outcome_stride
     i = tl.arange(0, PARENTS)
@@ -279,9 +290,10 @@ def _recall(
     parent_count, depth,
     BEAM_COUNT: tl.constexpr, WIDTH: tl.constexpr, NODES: tl.constexpr, FOREST: tl.constexpr,
     F_PARENT: tl.constexpr, F_TOKEN: tl.constexpr, F_WEIGHT: tl.constexpr, M_ROWS: tl.constexpr,
-    COUNT: tl.constexpr, OWN: tl.constexpr, FEW: tl.constexpr, WIDE: tl.constexpr,
+    COUNT: tl.constexpr, OWN: tl.constexpr, FEW: tl.constexpr, WIDE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """`TorchLaw.recall` of one parent; `own_ptr` is the memory as float32, M_ROWS where its rows begin there."""
+    ready(EARLY)
     request, i = (tl.program_id(0) // parent_count).to(tl.int64), tl.program_id(0) % parent_count
     known, out = known_ptr + request * known_stride, outcome_ptr + request * outcome_stride
     memory = memory_ptr + request * memory_stride
@@ -318,9 +330,10 @@ def _recall(
 def _forest_masks(
     table_ptr, out_ptr, base_ptr, base_stride, parents_ptr, parent_stride, slots_ptr, slot_stride,
     rows_ptr, row_stride, table_width, nodes, width,
-    ALONE: tl.constexpr, BLOCK: tl.constexpr,
+    ALONE: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Mask rows of forests, layer by layer, below rows `base`; ALONE: one layer, each below its own."""
+    ready(EARLY)
     request = (tl.program_id(0) // nodes).to(tl.int64)
     node = tl.program_id(0) % nodes
     parents, slots = parents_ptr + request * parent_stride, slots_ptr + request * slot_stride
@@ -345,9 +358,10 @@ def _forest_masks(
 def _catch_up_masks(
     table_ptr, out_ptr, state_ptr, state_stride, slots_ptr, slot_stride, rows_ptr, row_stride, table_width,
     WIDTH: tl.constexpr, ABOVE_ROW: tl.constexpr, DRAFT_ROW: tl.constexpr, FIRST: tl.constexpr,
-    MISSING: tl.constexpr, BLOCK: tl.constexpr,
+    MISSING: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Of a request's parents (below `above`), then of its beams: below their parent if it is missing, else `own`."""
+    ready(EARLY)
     place = tl.program_id(0) % (2 * WIDTH)
     is_beam = place >= WIDTH
     request, beam = (tl.program_id(0) // (2 * WIDTH)).to(tl.int64), place % WIDTH
@@ -389,9 +403,10 @@ def _verify(
     KEPT: tl.constexpr, DRAWN: tl.constexpr, ENTRIES: tl.constexpr, CONTINUES: tl.constexpr,
     GREEDY: tl.constexpr, DISTINCT: tl.constexpr,
     COUNT: tl.constexpr, WIDE: tl.constexpr,
-    BEAMS: tl.constexpr, SIZE: tl.constexpr, FOREST: tl.constexpr,
+    BEAMS: tl.constexpr, SIZE: tl.constexpr, FOREST: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """`TorchLaw.verify` of one request; S_, R_, F_ and V_ are where the fields of `layout` begin."""
+    ready(EARLY)
     number = tl.program_id(0).to(tl.int64)
     state, after_ptr = state_ptr + number * state_stride, after_ptr + number * state_stride
     sent, out = request_ptr + number * request_stride, outcome_ptr + number * outcome_stride
@@ -421,13 +436,14 @@ def _verify(
     out_node = at
     out_score = score
     out_known = at * 0
-    for depth in range(GAMMA + 1):
+    depth = begin * 0
+    while (depth <= GAMMA) & going:
         weight, logp, token, parent = _entries(best_ptr, at, real, score, COUNT, WIDE, BEAMS, KEPT > 0)
         weight, logp, token, parent = _heaviest(
             weight, logp, token, parent, SUPPORT, SIZE, BEAMS * WIDE, KEPT > 0
         )
         # The forest's layer; its parents' places among all nodes: the beams, then the forest.
-        there = (f < DRAFT_WIDTH) & (depth < GAMMA)
+        there = f < tl.where(depth < GAMMA, DRAFT_WIDTH, 0)
         f_at = depth * DRAFT_WIDTH + f
         start = tl.where(depth > 0, BEAM_COUNT + (depth - 1) * DRAFT_WIDTH, 0)
         f_parent = tl.load(out + F_PARENT + f_at, mask=there, other=-1) + start
@@ -468,7 +484,7 @@ def _verify(
                 # The draft's draws as far as they are accepted as draws of p, then those filled up.
                 node = tl.sum(tl.where(parent[:, None] == d[None, :], at[None, :], 0), 1)
                 m = tl.arange(0, ENTRIES)
-                m_at, m_there = depth * DRAWN + m, (m < DRAWN) & (depth < GAMMA)
+                m_at, m_there = depth * DRAWN + m, m < tl.where(depth < GAMMA, DRAWN, 0)
                 q_node = tl.load(out + F_SUPPORT_PARENT + m_at, mask=m_there, other=-1) + start
                 q_token = tl.load(out + F_SUPPORT_TOKEN + m_at, mask=m_there, other=-1)
                 q = tl.load(out + F_PROB + m_at, mask=m_there, other=0).to(tl.float64, bitcast=True)
@@ -554,6 +570,7 @@ def _verify(
         going = (going & (more == 0) & passed) | again
         at, score = place, tl.where(again & (d != best), -float("inf"), after)
         more = again
+        depth += 1
     if one_beam:
         best = tl.min(tl.where(out_score == tl.max(out_score, 0), d, BEAMS), 0)
         out_score = tl.where(d == best, out_score, -float("inf"))
@@ -591,7 +608,14 @@ def _warps(*sizes: int) -> int:
 
 
 class TritonLaw:
-    """See `device.law.DeviceLaw`."""
+    """See `device.law.DeviceLaw`.
+
+    Args:
+        device: where it will run; None: whatever it is, no kernel starts early there.
+    """
+
+    def __init__(self, device: torch.device | None = None) -> None:
+        self._early = device is not None and starts_early(device)
 
     def takes(self, layout: CoverLayout, target_top_n: int, draft_top_n: int) -> bool:
         width, draft_width = layout.width, layout.draft_width
@@ -607,13 +631,15 @@ class TritonLaw:
         keys = torch.empty((rows, parts, count), dtype=torch.long, device=logits.device)
         peaks, masses = torch.empty((2, rows, parts), dtype=torch.float32, device=logits.device)
         out = torch.empty((rows, 2 * count + 1), dtype=torch.float32, device=logits.device)
+        # Started early these many programs would all settle where the head's leave room: on a few multiprocessors.
         _parts_of_rows[(rows, parts)](
-            logits, keys, peaks, masses, logits.stride(0), vocab, parts, COUNT=count, PART=_PART, num_warps=4
-        )
+            logits, keys, peaks, masses, logits.stride(0), vocab, parts,
+            COUNT=count, PART=_PART, EARLY=self._early, num_warps=4,
+        )  # fmt: skip
         _whole_rows[(rows,)](
             keys, peaks, masses, out, parts,
             COUNT=count, PARTS=triton.next_power_of_2(parts), ENTRIES=triton.next_power_of_2(parts * count),
-            num_warps=4,
+            **how(self._early, 4),
         )  # fmt: skip
         return out
 
@@ -629,7 +655,7 @@ class TritonLaw:
             WEIGHT=fields.weight.start, LOGP=fields.logp.start, PROB=fields.prob.start,
             FINITE=fields.finite.start, FINITE_WIDTH=fields.finite.shape[1],
             COUNT=count, WIDE=triton.next_power_of_2(count), PARENTS=triton.next_power_of_2(parents),
-            SIZE=triton.next_power_of_2(layout.draft_width), num_warps=1,
+            SIZE=triton.next_power_of_2(layout.draft_width), **how(self._early, 1),
         )  # fmt: skip
 
     def draw(
@@ -648,7 +674,7 @@ class TritonLaw:
             WIDTH=layout.draft_width, SUPPORT=fields.prob.shape[1], TAKEN=taken, **names,
             FINITE_WIDTH=fields.finite.shape[1], GREEDY=greedy, COUNT=count, WIDE=triton.next_power_of_2(count),
             PARENTS=triton.next_power_of_2(parents), SIZE=size,
-            DRAWN=triton.next_power_of_2(layout.draft_width), DISTINCT=distinct, num_warps=_warps(size),
+            DRAWN=triton.next_power_of_2(layout.draft_width), DISTINCT=distinct, **how(self._early, _warps(size)),
         )  # fmt: skip
 
     def recall(
@@ -663,7 +689,7 @@ class TritonLaw:
             BEAM_COUNT=layout.width, WIDTH=layout.draft_width, NODES=nodes, FOREST=triton.next_power_of_2(nodes),
             F_PARENT=forest.parent.start, F_TOKEN=forest.token.start, F_WEIGHT=forest.weight.start,
             M_ROWS=2 * layout.rows.start, COUNT=count, OWN=layout.recalled, FEW=min(count, layout.recalled),
-            WIDE=triton.next_power_of_2(count), num_warps=1,
+            WIDE=triton.next_power_of_2(count), **how(self._early, 1),
         )  # fmt: skip
         return found
 
@@ -677,7 +703,7 @@ class TritonLaw:
         _forest_masks[(requests * nodes, triton.cdiv(table.shape[1], _PART))](
             table, out, base, base.stride(0), above, above.stride(0), slots, slots.stride(0),
             rows, rows.stride(0), table.shape[1], nodes, above.shape[-1],
-            ALONE=parent is None, BLOCK=_PART, num_warps=4,
+            ALONE=parent is None, BLOCK=_PART, **how(self._early, 4),
         )  # fmt: skip
         return out
 
@@ -690,7 +716,7 @@ class TritonLaw:
         _catch_up_masks[(requests * nodes, triton.cdiv(table.shape[1], _PART))](
             table, out, state, state.stride(0), slots, slots.stride(0), rows, rows.stride(0), table.shape[1],
             WIDTH=layout.width, ABOVE_ROW=fields.above_row.start, DRAFT_ROW=fields.draft_row.start,
-            FIRST=fields.first.start, MISSING=fields.missing.start, BLOCK=_PART, num_warps=4,
+            FIRST=fields.first.start, MISSING=fields.missing.start, BLOCK=_PART, **how(self._early, 4),
         )  # fmt: skip
         return out
 
@@ -724,5 +750,5 @@ class TritonLaw:
             COUNT=count, WIDE=triton.next_power_of_2(count),
             BEAMS=triton.next_power_of_2(layout.width), SIZE=places,
             FOREST=max(2, triton.next_power_of_2(layout.draft_width)),
-            num_warps=_warps(places, entries) if layout.drawn else 1,
+            **how(self._early, _warps(places, entries) if layout.drawn else 1),
         )  # fmt: skip

@@ -22,12 +22,34 @@ _BUSY_SPLIT = 512
 _TILE = 8192
 
 
+@triton.jit
+def _slots_ahead(keys_ptr, values_ptr, base, first, end, size, SLOTS: tl.constexpr):
+    """Have keys and values of up to 128 slots brought into the device's cache while the kernel in front runs.
+
+    (A thread asks for a slot. Since the last forward a whole model's weights went through that cache.)
+    """
+    slot = first + tl.arange(0, 128)
+    wanted = (slot < end) & (slot < first + SLOTS)
+    where = base + slot.to(tl.int64) * size
+    length = tl.where(wanted, size * (keys_ptr.dtype.element_ty.primitive_bitwidth // 8), 0)
+    tl.inline_asm_elementwise(
+        """{
+        .reg .pred some;
+        setp.gt.s32 some, $3, 0;
+        @some cp.async.bulk.prefetch.L2.global [$1], $3;
+        @some cp.async.bulk.prefetch.L2.global [$2], $3;
+        mov.u32 $0, 0;
+        }""",
+        "=r,l,l,r", [keys_ptr + where, values_ptr + where, length], dtype=tl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
 @triton.jit(do_not_specialize=["all_rows", "rows", "blocks", "capacity"])  # compiled once for all batches
 def _attend(
     query_ptr, keys_ptr, values_ptr, mask_ptr, begins_ptr, used_ptr, part_ptr, peak_ptr, mass_ptr, turn_ptr, out_ptr,
     scaling, all_rows, rows, blocks, groups, shared, size, capacity, mask_width,
     EXACT: tl.constexpr, DIM: tl.constexpr, ROWS: tl.constexpr, SLOTS: tl.constexpr, LEAST: tl.constexpr,
-    EARLY: tl.constexpr,
+    AHEAD: tl.constexpr, EIGHTS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """One split of a request's slots for one block of its rows of one group; the last to end joins all of them.
 
@@ -41,8 +63,9 @@ def _attend(
     request = tl.program_id(0) // groups // blocks
     block = tl.program_id(0) // groups % blocks
     split, splits = tl.program_id(1), tl.num_programs(1)
-    ready(EARLY)
+    # Written before the kernel in front began, as the mask is and all slots but the nodes' own.
     used = tl.load(used_ptr + request).to(tl.int32)
+    start = tl.load(begins_ptr + request)
     span = tl.maximum(tl.cdiv(tl.cdiv(used, splits), SLOTS) * SLOTS, LEAST)
     row = block * ROWS + tl.arange(0, ROWS)
     real = row < rows
@@ -51,33 +74,40 @@ def _attend(
     own = dims < size
     whole = real[:, None] & own[None, :]
     at = (row[:, None] * groups + group) * size + dims[None, :]
-    query = tl.load(query_ptr + at, mask=whole, other=0.0)
     node = row // shared
-    base = (group.to(tl.int64) * capacity + tl.load(begins_ptr + request)) * size
+    base = (group.to(tl.int64) * capacity + start) * size
+    first, end = split * span, tl.minimum(used, (split + 1) * span)
+    slots = tl.arange(0, SLOTS)
+    seen_at = mask_ptr + node[:, None].to(tl.int64) * mask_width + slots[None, :]
+    # (Eight columns at a time where rows are so many; those behind the last slot are not looked at.)
+    eights = slots // 8 * 8 if EIGHTS else slots
+    seen = tl.load(seen_at + first, mask=real[:, None] & (first + eights < end)[None, :], other=-float("inf"))
+    if AHEAD:
+        _slots_ahead(keys_ptr, values_ptr, base, first, end, size, SLOTS)
+    ready(EARLY)
+    query = tl.load(query_ptr + at, mask=whole, other=0.0)
     peak = tl.full([ROWS], -float("inf"), tl.float32)
     mass = tl.zeros([ROWS], tl.float32)
     part = tl.zeros([ROWS, DIM], tl.float32)
-    for begin in range(split * span, tl.minimum(used, (split + 1) * span), SLOTS):
-        slot = begin + tl.arange(0, SLOTS)
+    for begin in range(first, end, SLOTS):
+        slot = begin + slots
         live = slot < used
         where = base + slot[:, None].to(tl.int64) * size + dims[None, :]
         here = live[:, None] & own[None, :]
         keys = tl.load(keys_ptr + where, mask=here, other=0.0)
+        values = tl.load(values_ptr + where, mask=here, other=0.0)
         if EXACT:
             scores = tl.dot(query, tl.trans(keys), input_precision="ieee") * scaling
         else:
             scores = tl.dot(query, tl.trans(keys)) * scaling
-        seen = tl.load(
-            mask_ptr + node[:, None].to(tl.int64) * mask_width + slot[None, :],
-            mask=real[:, None] & live[None, :], other=-float("inf"),
-        )  # fmt: skip
         # Padded rows see what is live, so that no maximum is -inf in a split that has slots.
-        seen = tl.where(real[:, None], seen.to(tl.float32), 0.0)
-        scores = tl.where(live[None, :], scores + seen, -float("inf"))
+        bias = tl.where(real[:, None], seen.to(tl.float32), 0.0)
+        scores = tl.where(live[None, :], scores + bias, -float("inf"))
+        later = real[:, None] & (begin + SLOTS + eights < end)[None, :]
+        seen = tl.load(seen_at + begin + SLOTS, mask=later, other=-float("inf"))
         top = tl.maximum(peak, tl.max(scores, 1))
         weight = tl.exp(scores - top[:, None])
         shrink = tl.exp(peak - top)
-        values = tl.load(values_ptr + where, mask=here, other=0.0)
         if EXACT:
             part = part * shrink[:, None] + tl.dot(weight, values, input_precision="ieee")
         else:
@@ -155,14 +185,17 @@ class Attention:
         programs = requests * groups * blocks
         # Joining splits takes time too: a busy device has fewer of short contexts, small blocks more of long ones.
         splits = max(1, min(_MOST_SPLITS, (1 if exact or blocks == 1 else 2) * _PROGRAMS // programs))
-        least = tile["SLOTS"] if exact or 2 * programs < _PROGRAMS else _BUSY_SPLIT
+        idle = 2 * programs < _PROGRAMS
+        least = tile["SLOTS"] if exact or idle else _BUSY_SPLIT
         part = query.new_empty((splits, all_rows, groups, size), dtype=torch.float32)
         peak, mass = query.new_empty((2, splits, all_rows, groups), dtype=torch.float32)
         out = query.new_empty((mask.shape[0], groups * shared * size))
         _attend[(programs, splits)](
             query, keys, values, mask, begins, used, part, peak, mass, self._turns_for(programs, query), out,
             scaling, all_rows, rows, blocks, groups, shared, size, keys.shape[2], mask.stride(0),
-            EXACT=exact, DIM=dim, LEAST=least, **tile, **how(self._early, 4),
+            EXACT=exact, DIM=dim, LEAST=least, **tile, **how(self._early, 4 if exact or not idle else 8),
+            AHEAD=self._early and size * query.element_size() % 16 == 0,
+            EIGHTS=mask.stride(0) % 8 == 0 and mask.data_ptr() % 16 == 0,
         )  # fmt: skip
         return out
 

@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from dsbd_cli.decoding.forward.triton_attention import Attention
-from dsbd_cli.decoding.forward.triton_products import Products, how, ready, starts_early
+from dsbd_cli.decoding.forward.triton_products import Products, how, ready, ready_alone, starts_early
 
 
 @triton.jit
@@ -46,7 +46,7 @@ def _rope(
     NORMED: tl.constexpr, IN_ORDER: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """HEADS of a node's heads (queries, keys, values in turn): a prompt has too many for a program each."""
-    ready(EARLY)
+    ready_alone(EARLY)  # (in front of attention)
     node = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     slot = tl.load(slots_ptr + node)

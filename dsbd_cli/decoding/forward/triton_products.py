@@ -30,7 +30,19 @@ _SHARED_BYTES, _MOST_STAGES = 96 << 10, 9
 
 @triton.jit
 def ready(EARLY: tl.constexpr):
-    """From here on what earlier kernels wrote may be read, and something be written; the next kernel may start."""
+    """From here on what earlier kernels wrote may be read, and something be written.
+
+    The next kernel may start, but not pass its own `ready` before this one has ended: what it reads in front of that
+    must be constant.
+    """
+    if EARLY:
+        gdc_launch_dependents()
+        gdc_wait()
+
+
+@triton.jit
+def ready_alone(EARLY: tl.constexpr):
+    """Likewise, in front of a kernel that reads what was written before this one began."""
     if EARLY:
         gdc_wait()
         gdc_launch_dependents()
@@ -112,8 +124,16 @@ def _heads(
     for some in tl.static_range(0, HALF, 16):
         _ahead(weight_ptr, first + some, outputs, INPUTS, EARLY)
         _ahead(weight_ptr, first + SIZE // 2 + some, outputs, INPUTS, EARLY)
-    ready(EARLY)
+    ready_alone(EARLY)  # (in front of attention)
     squares = _squares(squares_ptr, rows, parts, ROWS, PARTS)
+    # Asked for in front of the product, which takes as long as they take to come.
+    whole = real[:, None] & (dim >= 0)[None, :]
+    slot = tl.load(slots_ptr + row, mask=real, other=0)
+    turn = row[:, None] * SIZE + dim[None, :]
+    c_low = tl.load(cos_ptr + turn, mask=whole, other=0.0)
+    c_high = tl.load(cos_ptr + turn + SIZE // 2, mask=whole, other=0.0)
+    s_low = tl.load(sin_ptr + turn, mask=whole, other=0.0)
+    s_high = tl.load(sin_ptr + turn + SIZE // 2, mask=whole, other=0.0)
     low, high = tl.zeros([ROWS, HALF], tl.float32), tl.zeros([ROWS, HALF], tl.float32)
     for k in range(0, INPUTS, DEPTH):
         x = tl.load(scaled_ptr + row[:, None] * INPUTS + k + deep[None, :], mask=real[:, None], other=0.0)
@@ -139,21 +159,16 @@ def _heads(
             high_weight += tl.load(k_weight_ptr + SIZE // 2 + dim, mask=far, other=0.0).to(tl.float32)
             low = (low_weight[None, :] * (low * inverse).to(kind).to(tl.float32)).to(kind).to(tl.float32)
             high = (high_weight[None, :] * (high * inverse).to(kind).to(tl.float32)).to(kind).to(tl.float32)
-    whole = real[:, None] & (dim >= 0)[None, :]
     # Where a row's numbers go: its slot of this head's keys or values, or its place among the queries.
-    slot = tl.load(slots_ptr + row, mask=real, other=0)
     if is_value:
         value_at = ((head - heads - groups).to(tl.int64) * capacity + slot)[:, None] * SIZE + dim[None, :]
         tl.store(values_ptr + value_at, low.to(kind), mask=whole)
         tl.store(values_ptr + value_at + SIZE // 2, high.to(kind), mask=whole)
     else:
-        turn = row[:, None] * SIZE + dim[None, :]
-        c_low = tl.load(cos_ptr + turn, mask=whole, other=0.0).to(tl.float32)
-        c_high = tl.load(cos_ptr + turn + SIZE // 2, mask=whole, other=0.0).to(tl.float32)
-        s_low = tl.load(sin_ptr + turn, mask=whole, other=0.0).to(tl.float32)
-        s_high = tl.load(sin_ptr + turn + SIZE // 2, mask=whole, other=0.0).to(tl.float32)
-        turned_low = (low * c_low).to(kind).to(tl.float32) - (high * s_low).to(kind).to(tl.float32)
-        turned_high = (high * c_high).to(kind).to(tl.float32) + (low * s_high).to(kind).to(tl.float32)
+        cos_low, cos_high = c_low.to(tl.float32), c_high.to(tl.float32)
+        sin_low, sin_high = s_low.to(tl.float32), s_high.to(tl.float32)
+        turned_low = (low * cos_low).to(kind).to(tl.float32) - (high * sin_low).to(kind).to(tl.float32)
+        turned_high = (high * cos_high).to(kind).to(tl.float32) + (low * sin_high).to(kind).to(tl.float32)
         if is_query:
             shared = heads // groups
             query_at = ((row * shared + head % shared) * groups + head // shared)[:, None] * SIZE + dim[
@@ -195,19 +210,21 @@ def _residual(
     row = tl.arange(0, ROWS)
     real, there = row < rows, col < outputs
     _ahead(weight_ptr, tl.program_id(0) * COLS, outputs, INPUTS, EARLY)
+    norm = tl.load(norm_ptr + col, mask=there, other=0.0)
+    if BIASED:
+        bias = tl.load(bias_ptr + col, mask=there, other=0.0)
     ready(EARLY)
-    sums = _product(x_ptr, weight_ptr, col, rows, outputs, INPUTS, ROWS, COLS, DEPTH)
     whole = real[:, None] & there[None, :]
     at = row[:, None] * outputs + col[None, :]
-    sums += tl.load(add_ptr + at, mask=whole, other=0.0).to(tl.float32)
+    add = tl.load(add_ptr + at, mask=whole, other=0.0)
+    sums = _product(x_ptr, weight_ptr, col, rows, outputs, INPUTS, ROWS, COLS, DEPTH) + add.to(tl.float32)
     if BIASED:
-        sums += tl.load(bias_ptr + col, mask=there, other=0.0).to(tl.float32)[None, :]
+        sums += bias.to(tl.float32)[None, :]
     kind = out_ptr.dtype.element_ty
     new = sums.to(kind)
     tl.store(out_ptr + at, new, mask=whole)
     wide = tl.where(whole, new.to(tl.float32), 0.0)
-    norm = tl.load(norm_ptr + col, mask=there, other=0.0).to(tl.float32)[None, :]
-    tl.store(scaled_ptr + at, (wide * norm).to(kind), mask=whole)
+    tl.store(scaled_ptr + at, (wide * norm.to(tl.float32)[None, :]).to(kind), mask=whole)
     tl.store(squares_ptr + tl.program_id(0) * rows + row, tl.sum(wide * wide, 1), mask=real)
 
 
@@ -379,7 +396,7 @@ class Products:
     def _head_tile(self, count: int, inputs: int) -> dict[str, Any]:
         """Likewise for a head, which is long enough to be read in turns by few programs of many loads."""
         tile = self._tile(count, inputs, 64)
-        return tile | {"num_stages": min(4, tile["num_stages"])}
+        return tile | {"num_stages": min(6, tile["num_stages"])}
 
     def _how(self, warps: int) -> dict[str, Any]:
         return how(self._early, warps)

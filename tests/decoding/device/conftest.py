@@ -30,7 +30,8 @@ def law(request: pytest.FixtureRequest) -> tuple[DeviceLaw, torch.device]:
         pytest.skip("no CUDA device, and TRITON_INTERPRET is not 1")
     from dsbd_cli.decoding.device.law_triton import TritonLaw
 
-    return TritonLaw(), torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return TritonLaw(device), device
 
 
 @pytest.fixture
