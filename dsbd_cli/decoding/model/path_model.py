@@ -22,6 +22,7 @@ from dsbd_cli.decoding.forward.hf import context_limit
 from dsbd_cli.decoding.forward.kernels import keep_logits
 from dsbd_cli.decoding.law.distribution import LogitsProcessor, Support
 from dsbd_cli.decoding.tree.sequences import Node
+from dsbd_cli.errors import let_by
 
 
 class PathModel:
@@ -132,7 +133,8 @@ class PathModel:
         try:
             self._steps.begin(ids[:3])
             self._steps.extend(ids)
-        except Exception:  # whatever the modelling code makes of arguments it does not expect
+        except Exception as error:  # whatever the modelling code makes of arguments it does not expect
+            let_by(error)
             return False
         return True
 
