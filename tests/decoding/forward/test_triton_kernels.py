@@ -111,7 +111,7 @@ def begun(model, forward: llama.LlamaForward) -> tuple[HfTreeModel, Node]:
     """A tree that `forward` computes, and its root, behind a prompt."""
     tree, root = HfTreeModel(model, vocab_size=VOCAB, graphs=False), Node(-1, None)
     tree._use(forward)
-    tree._served = True
+    tree._ways.served = True
     tree.prefill([5, 6, 7, 8], root)
     return tree, root
 
