@@ -28,7 +28,11 @@ from dsbd_cli.energy import EnergyMeter
 from dsbd_cli.errors import RunError, UserError
 from dsbd_cli.group import Group
 from dsbd_cli.hf import inputs
+from dsbd_cli.loading import gguf_file
 from dsbd_cli.loading.hardware import NumberFormat
+from dsbd_cli.loading.model import load_config
+from dsbd_cli.loading.place import Place
+from dsbd_cli.loading.source import Source
 from dsbd_cli.many import Batch
 from dsbd_cli.prices import Prices, slices, store
 from dsbd_cli.prices.measure import measure
@@ -340,7 +344,17 @@ def padded(stop: Stop, patch: pytest.MonkeyPatch) -> None:
     inputs.check_padding(SimpleNamespace(config=plain), torch.ones(1, 3), torch.tensor([[0, 1, 1]]), 1)
 
 
-@pytest.mark.parametrize("work", [asked_for_energy, compiled, sliced, padded])
+def loaded(stop: Stop, patch: pytest.MonkeyPatch) -> None:
+    patch.setattr("transformers.AutoConfig.from_pretrained", lambda *_, **__: stop())
+    load_config(Place(Source("a/model", "hub"), "target", "a/model"), False)
+
+
+def parsed(stop: Stop, patch: pytest.MonkeyPatch) -> None:
+    patch.setattr("gguf.GGUFReader", lambda *_: stop())
+    gguf_file._parse(Path("x.gguf"), "target", 1, 1)
+
+
+@pytest.mark.parametrize("work", [asked_for_energy, compiled, sliced, padded, loaded, parsed])
 def test_a_time_limit_is_no_fault_of_what_it_comes_into(
     monkeypatch: pytest.MonkeyPatch, work: Callable[[Stop, pytest.MonkeyPatch], None]
 ) -> None:

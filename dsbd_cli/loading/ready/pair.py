@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from dsbd_cli.errors import let_by
 from dsbd_cli.loading.cache import cache_root
 from dsbd_cli.loading.ready import file, key, quick_torch
 from dsbd_cli.loading.ready.packed import Place
@@ -51,7 +52,8 @@ def load(spec: PairSpec, *, need_draft: bool = True, cache_dir: str | Path | Non
     try:
         quick_torch.import_torch()
         return _assemble(spec, want_draft, sources, cache, *found)
-    except Exception:  # whatever is wrong with the files, a full load says it
+    except Exception as error:  # whatever is wrong with the files, a full load says it
+        let_by(error)
         return None
 
 
