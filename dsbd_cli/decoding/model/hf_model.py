@@ -27,8 +27,8 @@ from dsbd_cli.decoding.forward.plain import why_not_captured
 from dsbd_cli.decoding.forward.selftest import Verdict, check_tree, refusal, refuse_unserved
 from dsbd_cli.decoding.forward.ways import Ways
 from dsbd_cli.decoding.forward.whole import WholeForward
-from dsbd_cli.decoding.law.distribution import LogitsProcessor, Support
 from dsbd_cli.decoding.model.protocol import Side
+from dsbd_cli.decoding.model.told import Told
 from dsbd_cli.decoding.tree.sequences import Node
 from dsbd_cli.errors import UserError
 from dsbd_cli.loading.architecture import device_of, head_rows, input_rows, rope_border
@@ -42,7 +42,7 @@ _SIZES = 512, 64
 _CAPTURED_SIZES = 2048, 512
 
 
-class HfTreeModel:
+class HfTreeModel(Told):
     """One model over one tree (`model.protocol.TreeModel`).
 
     Args:
@@ -406,15 +406,6 @@ class HfTreeModel:
                 self.undone = error
             raise
         self.calls += 1
-
-    def has_logits(self, node: Node) -> bool:
-        return node in self.logits
-
-    def joint(self, parents: Sequence[Node], scores: Sequence[float], processor: LogitsProcessor) -> Support:
-        return self.logits.joint(parents, scores, processor)
-
-    def best(self, node: Node, count: int) -> tuple[np.ndarray, np.ndarray]:
-        return self.logits.best(node, count)
 
     def log_row(self, node: Node) -> Tensor:
         """A known node's whole row, float32 [V] on the device (`top_n` 0 only)."""
