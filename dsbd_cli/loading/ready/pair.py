@@ -104,7 +104,8 @@ def remember(
     }
     try:
         again = _assemble(spec, want_draft, sources, cache, json.loads(json.dumps(record)), data)
-    except Exception:  # a checkpoint of other names, a config of another kind: it is loaded in full
+    except Exception as error:  # a checkpoint of other names, a config of another kind: it is loaded in full
+        let_by(error)
         return False
     if again is None or not tokenizer.faithful(again.tokenizer, pair.tokenizer):
         return False

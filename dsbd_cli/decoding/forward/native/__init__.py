@@ -66,6 +66,7 @@ def compiled(make: Callable[[], _T]) -> _T | None:
         let_by(error)
         _failures.append(first_line(error))
     except Exception as error:
+        let_by(error)
         # A cache that cannot be written is no reason not to decode.
         if not isinstance(error.__cause__, OSError):
             raise
