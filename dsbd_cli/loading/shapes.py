@@ -36,9 +36,7 @@ def skeleton(config: Any, trust: bool) -> Any:
     try:
         with torch.device("meta"):
             return AutoModelForCausalLM.from_config(plain, trust_remote_code=trust)
-    except (
-        Exception
-    ) as error:  # modelling code that computes with its weights: loading tells what is wrong, if anything
+    except Exception as error:  # it computes with its weights; loading tells what is wrong, if anything
         let_by(error)
         return None
 
