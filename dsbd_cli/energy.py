@@ -13,6 +13,7 @@ from typing import Any
 
 from dsbd_cli.energy_probes import Probe, Unknown, probes_of
 from dsbd_cli.energy_probes import words as _words
+from dsbd_cli.errors import let_by
 
 
 @dataclass(frozen=True)
@@ -59,6 +60,7 @@ class EnergyMeter:
             try:
                 found = probes_of(kind, index)
             except Exception as error:  # a driver's or a file system's; energy never costs an answer
+                let_by(error)
                 found = [
                     Unknown(f"{kind}:{index}", f"{kind}:{index}: energy cannot be read ({_words(error)})")
                 ]
@@ -75,6 +77,7 @@ class EnergyMeter:
             try:
                 probe.start()
             except Exception as error:
+                let_by(error)
                 self._broken[probe.name] = error
 
     def stop(self) -> EnergyReading:
@@ -99,6 +102,7 @@ class EnergyMeter:
             try:
                 return probe.stop()
             except Exception as found:
+                let_by(found)
                 error = found
         return None, f"{probe.name}: energy could not be read ({_words(error)})"
 
@@ -141,7 +145,8 @@ class EnergyMeter:
 def _watts(probe: Probe) -> float | None:
     try:
         return probe.watts()
-    except Exception:
+    except Exception as error:
+        let_by(error)
         return None
 
 

@@ -14,6 +14,8 @@ import time
 from pathlib import Path
 from typing import Any, Protocol
 
+from dsbd_cli.errors import let_by
+
 POWERCAP = Path("/sys/class/powercap")
 SAMPLE_S = 0.05
 COUNTER = "NVML total-energy counter"
@@ -203,6 +205,7 @@ def _nvml() -> tuple[Any, str | None]:
     try:
         pynvml.nvmlInit()
     except Exception as error:  # NVMLError kinds differ between versions of the bindings
+        let_by(error)
         return None, f"NVML cannot be used ({words(error)})"
     return pynvml, None
 

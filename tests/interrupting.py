@@ -1,4 +1,4 @@
-"""KeyboardInterrupt at a chosen point of a run: wherever Python could have raised it in this package's code.
+"""Something raised at a chosen point of a run: wherever Python could have raised it in this package's code.
 
 Python looks for signals behind a call, where a function begins or a generator goes on, and where a loop goes back: a
 Ctrl-C comes at one of these points and at no other.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dis
 import random
+import signal
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -133,8 +134,32 @@ def some(points: list[Point], count: int, seed: int = 0) -> list[Point]:
     return chosen.sample(each, min(count, len(each)))
 
 
-def interrupted(work: Callable[[], object], point: Point) -> bool:
-    """Run `work` with a KeyboardInterrupt at `point`; whether it came so far."""
+class Late(Exception):
+    """What a caller's time limit raises."""
+
+
+def late(number: int, frame: FrameType | None) -> None:
+    """Handles a signal."""
+    raise Late
+
+
+@contextmanager
+def limited(handler: Callable[..., Any] | None = None) -> Iterator[Callable[[], None]]:
+    """Inside, what is yielded sends this process a signal, whose handler raises `Late`, the usual one in itself."""
+    before = signal.signal(signal.SIGTERM, handler or late)
+    try:
+        yield lambda: signal.raise_signal(signal.SIGTERM)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def stopped() -> None:
+    """As Ctrl-C does it."""
+    raise KeyboardInterrupt
+
+
+def interrupted(work: Callable[[], object], point: Point, stop: Callable[[], None] = stopped) -> bool:
+    """Run `work` with a KeyboardInterrupt, or what else `stop` raises, at `point`; whether that comes out of it."""
     left = point.visit
 
     def seen(code: CodeType, at: int) -> None:
@@ -142,11 +167,11 @@ def interrupted(work: Callable[[], object], point: Point) -> bool:
         if at == point.at and code is point.code:
             left -= 1
             if left == 0:
-                raise KeyboardInterrupt(str(point))
+                stop()
 
     try:
         with _traced(seen):
             work()
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, Late):
         return True
     return False

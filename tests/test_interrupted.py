@@ -1,4 +1,4 @@
-"""Ctrl-C anywhere in a call: the next one gives what a decoder gives that nobody interrupted."""
+"""Ctrl-C anywhere in a call, or a caller's time limit: the next one gives what an undisturbed decoder gives."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,17 +19,25 @@ from filelock import FileLock
 
 from dsbd_cli import Decoder, Settings
 from dsbd_cli.decoding import Node
+from dsbd_cli.decoding.forward import native
 from dsbd_cli.decoding.model import hf_model
 from dsbd_cli.decoding.model.hf_model import HfTreeModel
 from dsbd_cli.decoding.model.path_model import PathModel
 from dsbd_cli.decoding.model.shared import SharedModel
+from dsbd_cli.energy import EnergyMeter
 from dsbd_cli.errors import RunError, UserError
 from dsbd_cli.group import Group
+from dsbd_cli.hf import inputs
+from dsbd_cli.loading import gguf_file
+from dsbd_cli.loading.hardware import NumberFormat
+from dsbd_cli.loading.model import load_config
+from dsbd_cli.loading.place import Place
+from dsbd_cli.loading.source import Source
 from dsbd_cli.many import Batch
-from dsbd_cli.prices import Prices, store
+from dsbd_cli.prices import Prices, slices, store
 from dsbd_cli.prices.measure import measure
 from tests import builders
-from tests.interrupting import interrupted, points_of, some
+from tests.interrupting import interrupted, limited, points_of, some, stopped
 from tests.test_many import captured, told
 
 # Points tried in each case; all of them take minutes.
@@ -105,9 +114,12 @@ def together(decoder: Decoder, settings: Settings) -> Any:
 
 
 Use = Callable[[Decoder, Settings], Any]
+Stop = Callable[[], None]
 
 
-def break_everywhere(decoder: Decoder, use: Use, checks: list[Callable[[], Any]], settings: Settings) -> None:
+def break_everywhere(
+    decoder: Decoder, use: Use, checks: list[Callable[[], Any]], settings: Settings, stop: Stop = stopped
+) -> None:
     """Interrupt `use` here and there, now and then twice in a row; the checks say the same after as before."""
     wanted = [check() for check in checks]
     use(decoder, settings)
@@ -115,7 +127,7 @@ def break_everywhere(decoder: Decoder, use: Use, checks: list[Callable[[], Any]]
     points = some(points_of(partial(use, decoder, settings)), COUNT)
     came = 0
     for number, point in enumerate(points):
-        came += interrupted(partial(use, decoder, settings), point)
+        came += interrupted(partial(use, decoder, settings), point, stop)
         if number % 4:
             check = number % len(checks)
             assert checks[check]() == wanted[check], point
@@ -128,6 +140,20 @@ def break_everywhere(decoder: Decoder, use: Use, checks: list[Callable[[], Any]]
 def test_one_prompt(decoders: Callable[[str], Decoder], kind: str, way: str) -> None:
     one, settings = decoders(kind), WAYS[way]
     break_everywhere(one, alone, [partial(alone, one, settings)], settings)
+
+
+@pytest.mark.parametrize(
+    ("kind", "way"), [case for case in CASES if case not in (("native", "beam"), ("captured", "beam"))]
+)
+def test_a_time_limit_of_the_caller(decoders: Callable[[str], Decoder], kind: str, way: str) -> None:
+    """What its handler raises is an error as others are, and yet nothing that a model or a device did wrong."""
+    one, settings = decoders(kind), WAYS[way]
+    with limited() as late_now:
+        break_everywhere(one, alone, [partial(alone, one, settings)], settings, late_now)
+    models = [one.target, *([] if one.draft is None else [one.draft])]
+    assert all(model.captured for model in models) is (kind in ("captured", "card"))
+    assert not [note for note in (*one.target.notes, *one.engines.notes) if "captur" in note]
+    assert not one.engines._refused
 
 
 @pytest.mark.parametrize("kind", ["native", "captured", "own", "windows", pytest.param("card", marks=CARD)])
@@ -228,13 +254,14 @@ def test_a_forward_that_is_given_up_costs_a_chat_nothing(decoders: Callable[[str
     assert one.target.tree is not tree
 
 
+@pytest.mark.parametrize("how", ["ctrl-c", "time limit"])
 @pytest.mark.parametrize("wrong", [0, 1, 2])
-def test_the_self_test(folder: Path, monkeypatch: pytest.MonkeyPatch, wrong: int) -> None:
+def test_the_self_test(folder: Path, monkeypatch: pytest.MonkeyPatch, wrong: int, how: str) -> None:
     """It ends as it would have: with the same forward, and each that disagrees told once."""
 
     def check(tree: HfTreeModel, *given: Any) -> str | None:
         found = real(tree, *given)
-        return "off" if tree._refused < wrong else found
+        return "off" if tree._ways.refused < wrong else found
 
     real = hf_model.check_tree
     monkeypatch.setattr(hf_model, "check_tree", check)
@@ -246,10 +273,11 @@ def test_the_self_test(folder: Path, monkeypatch: pytest.MonkeyPatch, wrong: int
         for point in points_of(lambda: Decoder(pair).verdicts())
         if point.code.co_name not in ("__init__", "<module>")
     ]
-    for point in some(points, COUNT):
-        one = Decoder(pair)
-        interrupted(one.verdicts, point)
-        assert (one.verdicts(), alone(one, SHORT), one.target.notes) == wanted, point
+    with limited() as late_now:
+        for point in some(points, COUNT):
+            one = Decoder(pair)
+            interrupted(one.verdicts, point, stopped if how == "ctrl-c" else late_now)
+            assert (one.verdicts(), alone(one, SHORT), one.target.notes) == wanted, point
 
 
 def test_prices_that_are_being_measured(
@@ -293,6 +321,50 @@ def test_a_lock_of_prices_that_are_being_measured(monkeypatch: pytest.MonkeyPatc
             pass  # it is nobody's
 
 
+def asked_for_energy(stop: Stop, patch: pytest.MonkeyPatch) -> None:
+    EnergyMeter([SimpleNamespace(name="card", start=stop)]).start()  # type: ignore[list-item]
+
+
+def compiled(stop: Stop, patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(native, "_failures", [])
+    try:
+        native.compiled(stop)
+    finally:
+        assert native.failure() is None
+
+
+def sliced(stop: Stop, patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(slices, "Slice", lambda *_: stop())
+    slices.judge(None, None, [NumberFormat(torch.float32)], int8=False, trust=False)  # type: ignore[arg-type]
+
+
+def padded(stop: Stop, patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(inputs, "_last_logits", lambda *_: stop())
+    plain = SimpleNamespace(get_text_config=SimpleNamespace)
+    inputs.check_padding(SimpleNamespace(config=plain), torch.ones(1, 3), torch.tensor([[0, 1, 1]]), 1)
+
+
+def loaded(stop: Stop, patch: pytest.MonkeyPatch) -> None:
+    patch.setattr("transformers.AutoConfig.from_pretrained", lambda *_, **__: stop())
+    load_config(Place(Source("a/model", "hub"), "target", "a/model"), False)
+
+
+def parsed(stop: Stop, patch: pytest.MonkeyPatch) -> None:
+    patch.setattr("gguf.GGUFReader", lambda *_: stop())
+    gguf_file._parse(Path("x.gguf"), "target", 1, 1)
+
+
+@pytest.mark.parametrize("work", [asked_for_energy, compiled, sliced, padded, loaded, parsed])
+def test_a_time_limit_is_no_fault_of_what_it_comes_into(
+    monkeypatch: pytest.MonkeyPatch, work: Callable[[Stop, pytest.MonkeyPatch], None]
+) -> None:
+    def late(number: int, frame: Any) -> None:
+        raise TimeoutError  # an OSError, as compilers and files have them
+
+    with limited(late) as late_now, pytest.raises(TimeoutError):
+        work(late_now, monkeypatch)
+
+
 def test_whether_a_path_has_a_cache(folder: Path) -> None:
     loaded = new(folder, "paths").pair.target
 
@@ -301,11 +373,13 @@ def test_whether_a_path_has_a_cache(folder: Path) -> None:
 
     once = path()
     once.require_tree()
-    for point in points_of(path().require_tree):
-        again = path()
-        interrupted(again.require_tree, point)
-        again.require_tree()
-        assert (again.notes, again._steps.cached) == (once.notes, True), point
+    with limited() as late_now:
+        for point in points_of(path().require_tree):
+            for stop in (stopped, late_now):
+                again = path()
+                assert interrupted(again.require_tree, point, stop), point
+                again.require_tree()
+                assert (again.notes, again._steps.cached) == (once.notes, True), point
 
 
 def test_a_run_beside_one_that_is_interrupted_says_that_it_lost_its_caches(

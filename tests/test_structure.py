@@ -167,6 +167,22 @@ def test_a_long_module_says_why_it_is_one() -> None:
     assert not silent, "\n".join(silent)
 
 
+def test_what_a_callers_signal_handler_raises_is_let_by() -> None:
+    """It says nothing of what it came into, though that may raise whatever it likes (`errors.let_by`)."""
+    wrong, seen = [], 0
+    for module, path in modules("dsbd_cli").items():
+        if module.split(".")[1:2] not in (["decoding"], ["loading"], ["energy"], ["energy_probes"], ["hf"]):
+            continue
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ExceptHandler) and node.type and ast.unparse(node.type) == "Exception":
+                seen += 1
+                calls = [ast.unparse(one.func) for one in ast.walk(node) if isinstance(one, ast.Call)]
+                if not {"let_by", "_explained"} & set(calls):
+                    wrong.append(f"{module}, line {node.lineno}")
+    assert seen > 15
+    assert not wrong, "\n".join(wrong)
+
+
 def test_the_law_needs_numpy_only() -> None:
     allowed = sys.stdlib_module_names | {"numpy"}
     wrong = [

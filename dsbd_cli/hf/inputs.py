@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from dsbd_cli.decoding import at_home
-from dsbd_cli.errors import UserError
+from dsbd_cli.errors import UserError, let_by
 from dsbd_cli.loading.architecture import tree_refusal, window_of
 
 _CACHES = ("past_key_values", "cache", "cache_params")
@@ -164,7 +164,10 @@ def check_padding(model: Any, input_ids: Tensor, mask: Any, new: int) -> None:
     )
     try:
         alone, beside = (_last_logits(model, *pair) for pair in ((end, torch.ones_like(end)), (padded, seen)))
-    except Exception:  # what the modelling code makes of a mask; its own `generate` would say the same
+    except (
+        Exception
+    ) as error:  # what the modelling code makes of a mask; its own `generate` would say the same
+        let_by(error)
         return
     # Rounding is below both, and what padding does to a model that reads it is far above.
     allowed = 0.02 if alone.dtype in (torch.float32, torch.float64) else 0.25

@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from dsbd_cli.errors import let_by
+
 # Families whose position bias is computed from cache order, whatever their config says.
 _ALIBI = {"bloom", "mpt", "jais"}
 _RECURRENT = {
@@ -65,7 +67,8 @@ def _foreign_window(text: Any) -> str | None:
     """The name of a window that the config's own class lacks, as in a config converted from another family."""
     try:
         known = type(text)()
-    except Exception:  # a class from outside that cannot do without arguments
+    except Exception as error:  # a class from outside that cannot do without arguments
+        let_by(error)
         return None
     names = ("sliding_window", "attention_chunk_size")
     return next((name for name in names if getattr(text, name, None) and not hasattr(known, name)), None)

@@ -13,12 +13,11 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from dsbd_cli.errors import RunError, UserError
+from dsbd_cli.errors import RunError, UserError, first_line, let_by
 from dsbd_cli.loading import gguf_cache, wheel
 from dsbd_cli.loading.cache import build_once
 from dsbd_cli.loading.gguf_cache import is_converted
 from dsbd_cli.loading.gguf_facts import GgufFacts
-from dsbd_cli.loading.hub import first_line
 from dsbd_cli.loading.progress import Progress
 from dsbd_cli.loading.source import Source
 
@@ -118,6 +117,7 @@ def _parse(path: Path, role: str, size: int, changed: int) -> GgufFacts:
         fields = {key: entry.contents() for key, entry in reader.fields.items()}
         parameters = sum(prod(int(size) for size in tensor.shape) for tensor in reader.tensors)
     except Exception as error:  # the reader trips in many ways over missing bytes
+        let_by(error)
         raise UserError(f"{role} {path} ({size:,} bytes) is cut short or damaged "
                         f"({first_line(error)}): fetch it again") from None  # fmt: skip
     if int(fields.get("split.count") or 1) > 1:
@@ -222,6 +222,7 @@ def _read_model(path: Path, dtype: Any, role: str) -> Any:
             str(path.parent), gguf_file=path.name, dtype=dtype, local_files_only=True
         )
     except Exception as error:  # unsupported tensor types, names, shapes: all from deep inside
+        let_by(error)
         raise UserError(f"{role} {path}: transformers cannot read this GGUF file ({first_line(error)}); use the "
                         "model's Hugging Face folder") from None  # fmt: skip
 

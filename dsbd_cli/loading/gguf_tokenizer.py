@@ -14,9 +14,8 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 from tokenizers import pre_tokenizers as pre
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from dsbd_cli.errors import UserError
+from dsbd_cli.errors import UserError, first_line, let_by
 from dsbd_cli.loading.gguf_facts import GgufFacts
-from dsbd_cli.loading.hub import first_line
 
 _CONTROL, _USER_DEFINED = 3, 4  # values of tokenizer.ggml.token_type
 
@@ -135,5 +134,6 @@ def _sentencepiece(path: Path, role: str) -> Any:
     try:
         return AutoTokenizer.from_pretrained(str(path.parent), gguf_file=path.name, local_files_only=True)
     except Exception as error:
+        let_by(error)
         raise UserError(f"{role} {path}: transformers cannot rebuild this file's tokenizer "
                         f"({first_line(error)}); use the model's Hugging Face folder") from None  # fmt: skip

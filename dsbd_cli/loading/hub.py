@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from dsbd_cli.errors import UserError
+from dsbd_cli.errors import UserError, first_line, let_by
 
 _TIMEOUT = 10.0  # seconds for the one question asked before anything slow
 _TRUE = {"1", "ON", "YES", "TRUE"}
@@ -113,18 +113,13 @@ def only_cached(asked: Asked, pair: Sequence[Asked] = ()) -> bool:
     except hub.EntryNotFoundError:
         raise UserError(f"{role} {repo} has no config.json on the hub: not a transformers model") from None
     except Exception as error:  # the HTTP library differs between releases of the hub client
+        let_by(error)
         if have:
             return True
         missing = _missing(asked, pair)
         raise UserError(f"{_names(missing)}: no such folder here, not in the local cache, and the hub could not be "
                         f"asked ({first_line(error)}): {_remedy(missing)}") from None  # fmt: skip
     return False
-
-
-def first_line(error: BaseException) -> str:
-    """An error's first line with words in it, or its kind."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[0] if lines else type(error).__name__
 
 
 def snapshot(repo: str, **where: Any) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from dsbd_cli.counted import counted
-from dsbd_cli.errors import UserError
+from dsbd_cli.errors import UserError, first_line, let_by
 from dsbd_cli.group import group_of
 from dsbd_cli.loading import architecture, hub
 from dsbd_cli.loading.hardware import NumberFormat
@@ -171,6 +171,7 @@ def _quantization(name: str, dtype: torch.dtype) -> Any:
 
 def _explained(error: Exception, place: Place, what: str) -> UserError:
     """One line for what transformers says at length."""
+    let_by(error)
     name = f"{place.role} {place.source.text}"
     if isinstance(error, UserError):
         return error
@@ -193,4 +194,4 @@ def _explained(error: Exception, place: Place, what: str) -> UserError:
         return UserError(f"{name} is not a causal language model")
     if variable := (hub.offline_variable() if not place.is_local else None):
         return UserError(f"{name}: part of its {what} is not in the local cache and {variable} is set")
-    return UserError(f"{name}: its {what} cannot be loaded ({hub.first_line(error)})")
+    return UserError(f"{name}: its {what} cannot be loaded ({first_line(error)})")

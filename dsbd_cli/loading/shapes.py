@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from dsbd_cli.counted import counted
-from dsbd_cli.errors import UserError
+from dsbd_cli.errors import UserError, let_by
 from dsbd_cli.loading.checkpoint import weight_files
 from dsbd_cli.loading.place import Place
 
@@ -36,9 +36,8 @@ def skeleton(config: Any, trust: bool) -> Any:
     try:
         with torch.device("meta"):
             return AutoModelForCausalLM.from_config(plain, trust_remote_code=trust)
-    except (
-        Exception
-    ):  # modelling code that computes with its weights; loading will tell what is wrong, if anything
+    except Exception as error:  # it computes with its weights; loading tells what is wrong, if anything
+        let_by(error)
         return None
 
 

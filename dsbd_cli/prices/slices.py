@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from dsbd_cli.decoding import HfTreeModel
+from dsbd_cli.errors import let_by
 from dsbd_cli.loading.checkpoint import weight_files
 from dsbd_cli.loading.hardware import NumberFormat
 from dsbd_cli.loading.place import Place
@@ -51,6 +52,7 @@ def judge(place: Place, config: Any, formats: Sequence[NumberFormat], *, int8: b
         slice_ = Slice(place, config, trust)
         models = {one.name: slice_.model(one, int8) for one in formats}
     except Exception as error:  # whatever modelling code makes of a part of itself
+        let_by(error)
         return Verdict(names[0], {}, f"not timed ({type(error).__name__} in a slice of it)")
     first: dict[Any, str] = {}
     for name, one in models.items():

@@ -27,6 +27,15 @@ def opened(path: Path, total: int = 4, shard: Shard | None = None, told: Told | 
     return Store(path, total, shard or Shard(), told if told is not None else Told())
 
 
+def begun(path: Path, *indices: int) -> Store:
+    """A run that has so many records."""
+    store = opened(path)
+    store.claim(FACTS, True)
+    for index in indices:
+        store.add(index, record(index))
+    return store
+
+
 def record(index: int, text: str = "x") -> dict[str, Any]:
     return {"index": index, "text": text}
 
@@ -54,10 +63,7 @@ def test_records_are_on_disk_as_soon_as_they_are_added(tmp_path: Path) -> None:
 @pytest.mark.parametrize("torn", [b'{"index": 1, "te', b'{"index": 1}', b"\x00\x00\x00", b"\n"])
 def test_a_torn_last_line_is_dropped_with_a_notice(tmp_path: Path, torn: bytes) -> None:
     path = tmp_path / "out.jsonl"
-    store = opened(path)
-    store.claim(FACTS, True)
-    store.add(0, record(0))
-    store.close()
+    begun(path, 0).close()
     append(path, torn)
     told = Told()
     again = opened(path, told=told)
@@ -79,11 +85,7 @@ def test_a_file_that_is_no_batch_is_neither_read_nor_changed(tmp_path: Path) -> 
 
 def test_a_damaged_record_in_the_middle_is_refused_and_kept(tmp_path: Path) -> None:
     path = tmp_path / "out.jsonl"
-    store = opened(path)
-    store.claim(FACTS, True)
-    for index in range(3):
-        store.add(index, record(index))
-    store.close()
+    begun(path, 0, 1, 2).close()
     lines = path.read_bytes().splitlines(keepends=True)
     path.write_bytes(lines[0] + b"garbage\n" + lines[2])
     with pytest.raises(UserError, match="line 2"):
@@ -96,10 +98,7 @@ def test_a_damaged_record_in_the_middle_is_refused_and_kept(tmp_path: Path) -> N
 
 def test_runs_do_not_mix(tmp_path: Path) -> None:
     path = tmp_path / "out.jsonl"
-    store = opened(path)
-    store.claim(FACTS, True)
-    store.add(0, record(0))
-    store.close()
+    begun(path, 0).close()
     changes = (
         ({"settings": {"width": 8, "top_p": 0.8}}, r"width \(4, now 8\)"),
         ({"weights": {"target": "cd"}}, r"target \(ab, now cd\)"),
@@ -119,9 +118,7 @@ def test_runs_do_not_mix(tmp_path: Path) -> None:
 
 def test_without_a_record_another_run_may_take_the_name(tmp_path: Path) -> None:
     path = tmp_path / "out.jsonl"
-    store = opened(path)
-    store.claim(FACTS, True)
-    store.close()
+    begun(path).close()
     assert not path.exists()
     again = opened(path)
     assert again.claim(FACTS | {"seed": 5}, True) == 5
@@ -132,9 +129,7 @@ def test_without_a_record_another_run_may_take_the_name(tmp_path: Path) -> None:
 @pytest.mark.parametrize("harm", ["removed", "replaced", "cut", "lengthened"])
 def test_a_file_that_changes_under_a_run_ends_it(tmp_path: Path, harm: str) -> None:
     path = tmp_path / "out.jsonl"
-    store = opened(path)
-    store.claim(FACTS, True)
-    store.add(0, record(0))
+    store = begun(path, 0)
     if harm in ("removed", "replaced"):
         path.unlink()
     if harm == "replaced":
@@ -151,10 +146,7 @@ def test_a_file_that_changes_under_a_run_ends_it(tmp_path: Path, harm: str) -> N
 
 def test_brackets_too_deep_are_no_record_and_no_sidecar(tmp_path: Path) -> None:
     path, deep = tmp_path / "out.jsonl", b"[" * 200_000
-    store = opened(path)
-    store.claim(FACTS, True)
-    store.add(0, record(0))
-    store.close()
+    begun(path, 0).close()
     append(path, deep)
     again = opened(path)
     assert again.done == {0}
@@ -286,21 +278,14 @@ def test_records_before_their_turn_wait_in_a_file_of_their_own(tmp_path: Path) -
 
 def test_nothing_is_left_of_records_that_only_waited_for_a_moment(tmp_path: Path) -> None:
     path = tmp_path / "out.jsonl"
-    store = opened(path)
-    store.claim(FACTS, True)
-    for index in (1, 0):
-        store.add(index, record(index))
-    store.close()
+    begun(path, 1, 0).close()
     assert sorted(os.listdir(tmp_path)) == ["out.jsonl", "out.jsonl.run.json"]
 
 
 @pytest.mark.parametrize("torn", [b'{"index": 3, "te', b"\x00\x00\x00"])
 def test_a_torn_record_before_its_turn_spoils_none_that_comes_after_it(tmp_path: Path, torn: bytes) -> None:
     path, early = tmp_path / "out.jsonl", tmp_path / "out.jsonl.early"
-    store = opened(path)
-    store.claim(FACTS, True)
-    store.add(2, record(2))
-    store.close()
+    begun(path, 2).close()
     append(early, torn)
     told = Told()
     again = opened(path, told=told)
@@ -450,9 +435,7 @@ def test_a_disk_that_is_full_is_named_and_costs_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "out.jsonl"
-    store = opened(path)
-    store.claim(FACTS, True)
-    store.add(0, record(0))
+    store = begun(path, 0)
     real = os.write
 
     def full(fd: int, data: Any) -> int:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from dsbd_cli.decoding.forward.outcomes import CannotCapture, OutOfMemory
-from dsbd_cli.errors import RunError, first_line
+from dsbd_cli.errors import RunError, first_line, let_by
 from dsbd_cli.group import joined
 
 _LEAST_SLOTS = 256
@@ -45,7 +45,8 @@ def _end_capture() -> None:
             with torch.cuda.stream(stream):
                 if torch.cuda.is_current_stream_capturing():
                     graphs[-1].capture_end()
-    except Exception:  # it had failed, and is over; interrupted it may not be
+    except Exception as error:  # it had failed, and is over; interrupted it may not be
+        let_by(error)
         _under_way.clear()
         raise
     _under_way.clear()
@@ -229,6 +230,7 @@ class Captures:
 
         Raises:
             CannotCapture, OutOfMemory: nothing is in flight of it.
+            Whatever a signal's handler raises meanwhile (`errors.let_by`): what is left is torn.
         """
         capture, flight = self._run(key, request, steps, rare)
         flight.launched(capture.outputs[0])
@@ -261,6 +263,7 @@ class Captures:
             self.release()
             raise OutOfMemory(first_line(error)) from error
         except Exception as error:  # whatever a compiler or a library makes of being captured
+            let_by(error)
             raise CannotCapture(first_line(error)) from error
 
     def _capture(self, request: Tensor, steps: Steps) -> Capture:

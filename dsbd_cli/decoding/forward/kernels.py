@@ -146,6 +146,11 @@ def fused(linears: Sequence[Any], kind: type, columns: Tensor | None = None) -> 
     return kind(weight, bias)
 
 
+def kept_of(keep: Tensor | None, seen: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+    """Both, or the rows of both that `keep` (int64 [K]) names."""
+    return (seen, x) if keep is None else (seen[keep], x[keep])
+
+
 def can_pack(dtype: torch.dtype) -> bool:
     """Whether oneDNN has packed kernels for this dtype here."""
     if platform.machine() not in ("x86_64", "AMD64") or not torch.backends.mkldnn.is_available():

@@ -18,10 +18,10 @@ from torch import Tensor, nn
 
 from dsbd_cli.decoding.cache.buffers import KVBuffer, Span
 from dsbd_cli.decoding.forward.few import FewNodes
-from dsbd_cli.decoding.forward.kernels import Int8Linear, Linear, PrepackedLinear, fused
+from dsbd_cli.decoding.forward.kernels import Int8Linear, Linear, PrepackedLinear, fused, kept_of
 from dsbd_cli.decoding.forward.split import SplitLayers, head_of, summed
 from dsbd_cli.decoding.forward.turns import Turns
-from dsbd_cli.group import ALONE, Group, group_of
+from dsbd_cli.group import ALONE, Group, Norming, group_of
 
 # Where a CUDA graph may be broken (`graphs`): a short piece first, then longer ones.
 _FIRST_BREAK, _BREAK_EVERY = 2, 8
@@ -138,9 +138,8 @@ class LlamaForward:
             self.between()
 
 
-def kept_of(keep: Tensor | None, seen: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
-    """Both, or the rows of both that `keep` (int64 [K]) names."""
-    return (seen, x) if keep is None else (seen[keep], x[keep])
+def _rms(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return F.rms_norm(x, weight.shape, weight, eps)
 
 
 class Norm:
@@ -151,11 +150,11 @@ class Norm:
         self.eps = float(norm.variance_epsilon)
 
     def __call__(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+        return _rms(x, self.weight, self.eps)
 
 
 class _Layer:
-    """What all kinds of decoder layer hold.
+    """A decoder layer: what all kinds hold, and their order; how it is computed is each kind's own.
 
     Attributes:
         heads, groups, shared, size: query heads, key/value heads, query heads a key head, their width; of heads
@@ -167,6 +166,7 @@ class _Layer:
     ) -> None:
         attention, mlp = layer.self_attn, layer.mlp
         self.index, self.kernels = index, kernels
+        self._rms: Norming = _rms if kernels is None else kernels.rms
         self.size = int(attention.head_dim)
         self.heads = int(attention.config.num_attention_heads)
         self.groups = int(attention.config.num_key_value_heads)
@@ -187,6 +187,37 @@ class _Layer:
     def _columns(self) -> Tensor | None:
         """The order of heads in which `out` gets its input, as columns; None: as the model has them."""
         return None
+
+    def __call__(
+        self,
+        x: Tensor,
+        cache: KVBuffer,
+        cos: Tensor,
+        sin: Tensor,
+        mask: Tensor | None,
+        keep: Tensor | None = None,
+    ) -> Tensor:
+        """One layer: [N, hidden], or the rows that `keep` names.
+
+        Args:
+            x: [N, hidden].
+            cache: `slots` and `spans` are set for this forward.
+            cos, sin: [N, size], of the nodes' positions.
+            mask: additive; [1, 1, N x shared, columns] (rows in the order node, head of a group) or
+                [1, 1, N, columns]; None for prompts (`_over_prompts`).
+            keep: int64 [K], the nodes that go on behind attention; None: all.
+        """
+        seen = self.seen(self._rms(x, self.before.weight, self.before.eps), cache, cos, sin, mask)
+        x = self.out(*kept_of(keep, seen, x))
+        return self.down(self.inner(self._rms(x, self.after.weight, self.after.eps)), x)
+
+    def seen(self, normed: Tensor, cache: KVBuffer, cos: Tensor, sin: Tensor, mask: Tensor | None) -> Tensor:
+        """What attention gives normed nodes: the input of `out`, [N, heads x size]; arguments as of the layer."""
+        raise NotImplementedError
+
+    def inner(self, normed: Tensor) -> Tensor:
+        """The input of `down`, of normed nodes."""
+        raise NotImplementedError
 
     def _over_prompts(self, query: Tensor, keys: Tensor, values: Tensor, spans: Sequence[Span]) -> Tensor:
         """Each token of a prompt sees those before it: a request's slots 1, 2, ... hold it in order.
@@ -243,27 +274,9 @@ class _Layer:
 class TorchLayer(_Layer):
     """Tensor operations only: any device, any dtype."""
 
-    def __call__(
-        self,
-        x: Tensor,
-        cache: KVBuffer,
-        cos: Tensor,
-        sin: Tensor,
-        mask: Tensor | None,
-        keep: Tensor | None = None,
-    ) -> Tensor:
-        """One layer: [N, hidden], or the rows that `keep` names.
-
-        Args:
-            x: [N, hidden].
-            cache: `slots` and `spans` are set for this forward.
-            cos, sin: [N, size], of the nodes' positions.
-            mask: additive; [1, 1, N x shared, columns] (rows in the order node, head of a group) or
-                [1, 1, N, columns]; None for prompts (`_over_prompts`).
-            keep: int64 [K], the nodes that go on behind attention; None: all.
-        """
-        count = len(x)
-        qkv = self.qkv(self.before(x)).view(count, self.heads + 2 * self.groups, self.size)
+    def seen(self, normed: Tensor, cache: KVBuffer, cos: Tensor, sin: Tensor, mask: Tensor | None) -> Tensor:
+        count = len(normed)
+        qkv = self.qkv(normed).view(count, self.heads + 2 * self.groups, self.size)
         value = qkv[:, self.heads + self.groups :]
         turn = qkv[:, : self.heads + self.groups]
         if self.head_norms is not None:
@@ -287,13 +300,15 @@ class TorchLayer(_Layer):
                 seen = seen.view(self.groups, count, self.shared, self.size).transpose(0, 1)
             else:
                 seen = seen.transpose(0, 1)
-        x = self.out(*kept_of(keep, seen.reshape(count, self.heads * self.size), x))
-        gate, up = self.gate_up(self.after(x)).chunk(2, -1)
-        return self.down(F.silu(gate).mul_(up), x)
+        return seen.reshape(count, self.heads * self.size)
+
+    def inner(self, normed: Tensor) -> Tensor:
+        gate, up = self.gate_up(normed).chunk(2, -1)
+        return F.silu(gate).mul_(up)
 
 
 class _KernelLayer(_Layer):
-    """Products by torch, everything between them by compiled kernels; same call as `TorchLayer`."""
+    """Products by torch, everything between them by compiled kernels."""
 
     def __init__(
         self, index: int, layer: Any, linear: type, dtype: torch.dtype, kernels: Any, group: Group = ALONE
@@ -302,6 +317,9 @@ class _KernelLayer(_Layer):
         norms = self.head_norms
         self.norm_weights = None if norms is None else (norms[0].weight, norms[1].weight)
         self.head_eps = 0.0 if norms is None else norms[0].eps
+
+    def inner(self, normed: Tensor) -> Tensor:
+        return self.kernels.silu(self.gate_up(normed))
 
     def _turned(
         self, x: Tensor, cache: KVBuffer, cos: Tensor, sin: Tensor, **order: bool
@@ -331,24 +349,8 @@ class NativeLayer(_KernelLayer):
         query = query.view(-1, self.shared, self.groups, self.size)
         return query.permute(2, 1, 0, 3).reshape(1, self.heads, -1, self.size)
 
-    def __call__(
-        self,
-        x: Tensor,
-        cache: KVBuffer,
-        cos: Tensor,
-        sin: Tensor,
-        mask: Tensor | None,
-        keep: Tensor | None = None,
-    ) -> Tensor:
-        kernels = self.kernels
-        turned = self._turned(kernels.rms(x, self.before.weight, self.before.eps), cache, cos, sin)
-        x = self.out(*kept_of(keep, self._attend(*turned, mask, cache), x))
-        return self.down(kernels.silu(self.gate_up(kernels.rms(x, self.after.weight, self.after.eps))), x)
-
-    def _attend(
-        self, query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, cache: KVBuffer
-    ) -> Tensor:
-        """[N x shared, groups, size] to the input of `out`, [N, heads x size]."""
+    def seen(self, normed: Tensor, cache: KVBuffer, cos: Tensor, sin: Tensor, mask: Tensor | None) -> Tensor:
+        query, keys, values = self._turned(normed, cache, cos, sin)
         count = query.shape[0] // self.shared
         if mask is not None and mask.shape[2] == query.shape[0]:
             rows = query.transpose(0, 1)[None]
@@ -365,22 +367,7 @@ class NativeLayer(_KernelLayer):
 class TritonLayer(_KernelLayer):
     """CUDA: kernels and tree attention from `triton_kernels`; prompts by torch's flash attention."""
 
-    def __call__(
-        self,
-        x: Tensor,
-        cache: KVBuffer,
-        cos: Tensor,
-        sin: Tensor,
-        mask: Tensor | None,
-        keep: Tensor | None = None,
-    ) -> Tensor:
-        rms = self.kernels.rms
-        seen = self.seen(rms(x, self.before.weight, self.before.eps), cache, cos, sin, mask)
-        x = self.out(*kept_of(keep, seen, x))
-        return self.down(self.inner(rms(x, self.after.weight, self.after.eps)), x)
-
     def seen(self, normed: Tensor, cache: KVBuffer, cos: Tensor, sin: Tensor, mask: Tensor | None) -> Tensor:
-        """What attention gives normed nodes: the input of `out`, [N, heads x size]."""
         # Flash attention takes heads of a token side by side as they lie.
         query, keys, values = self._turned(normed, cache, cos, sin, in_order=mask is None)
         if mask is not None:
@@ -388,10 +375,6 @@ class TritonLayer(_KernelLayer):
         by_head = query.view(-1, self.heads, self.size).transpose(0, 1)[None]
         seen = self._over_prompts(by_head, keys, values, cache.spans)
         return seen[0].transpose(0, 1).reshape(-1, self.heads * self.size)
-
-    def inner(self, normed: Tensor) -> Tensor:
-        """The input of `down`."""
-        return self.kernels.silu(self.gate_up(normed))
 
     def attend(self, query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, cache: KVBuffer) -> Tensor:
         """[N x shared, groups, size] over a tree (mask [1, 1, N, columns]): [N, heads x size]."""

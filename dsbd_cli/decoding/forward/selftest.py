@@ -14,7 +14,7 @@ from torch import Tensor
 
 from dsbd_cli.decoding.forward.hf import SERVED_KINDS, HfForward, layer_kinds
 from dsbd_cli.decoding.tree.sequences import Node
-from dsbd_cli.errors import UserError, first_line
+from dsbd_cli.errors import UserError, first_line, let_by
 from dsbd_cli.loading.architecture import tree_refusal
 
 _PREFIX = 5
@@ -83,6 +83,7 @@ def check_tree(tree: Any, model: Any, vocab_size: int) -> str | None:
         )
         plain = _plain(model, [prompt + leaf.tokens() for leaf in leaves], vocab_size, tree.device)
     except Exception as error:  # whatever the modelling code makes of arguments it does not expect
+        let_by(error)
         return f"{type(error).__name__}: {first_line(error)}"
     if got.isnan().any() or plain.isnan().any():
         return None  # decoding says so by itself, with the step and the dtype

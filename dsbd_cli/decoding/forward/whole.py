@@ -195,6 +195,9 @@ class WholeForward:
         """Logits [K, V'] of the nodes named by `keep`; arguments as in `hf.HfForward`.
 
         Without a mask the nodes are the last tokens of a prompt that fills slots 1, 2, ... in order.
+
+        Raises:
+            IndexError: `keep` names what is no node, or more than there are nodes.
         """
         with self._one:
             return self._computed(cache, ids, positions, mask, keep)
@@ -207,6 +210,7 @@ class WholeForward:
         cos, sin = self._turn(x, positions, cache.capacity)
         if isinstance(keep, int):
             keep = torch.arange(count - keep if keep else 0, count)
+        _check_kept(keep.tolist(), count)
         logits = torch.empty((len(keep), self._rows), dtype=self.dtype)
         keys, values = self._pool(cache, x)
         places = cache.note(positions).data_ptr() if self._needs_positions else None
@@ -228,7 +232,7 @@ class WholeForward:
         Like `TreeMasks.extend`, `__call__` and `kernels.top_logits` one after the other, all of it in C.
 
         Raises:
-            IndexError: a token that has no embedding.
+            IndexError: a token that has no embedding, or a place in the buffers or in `plan` that is none.
             MemoryError: no memory for a row of logits.
         """
         if min(plan.ids) < 0 or max(plan.ids) >= self._tokens:
@@ -242,6 +246,7 @@ class WholeForward:
                 or max(plan.positions) >= cache.capacity or max(*plan.mask_rows, *plan.base) >= len(table)
             ):  # fmt: skip
                 raise IndexError("a node outside the buffers")
+            _check_kept(keep, len(plan))
             seen = self._seen
             if not (seen[0] is cache and seen[1] == cache.capacity and seen[2] is table):
                 self._point_at(stores)
@@ -332,6 +337,12 @@ class _Out:
     def rows(self, count: int) -> Best:
         ids, logps, finite = self._parts
         return Best(ids[:count].copy(), logps[:count].copy(), finite[:count].copy())
+
+
+def _check_kept(keep: Sequence[int], count: int) -> None:
+    """Raise where C would read or write outside its buffers, which have a row for each of `count` nodes."""
+    if len(keep) > count or (keep and not 0 <= min(keep) <= max(keep) < count):
+        raise IndexError(f"logits of nodes outside the forward, which has {count}")
 
 
 def _shapes(model: Any) -> list[tuple[int, int]]:

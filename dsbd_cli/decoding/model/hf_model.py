@@ -25,9 +25,10 @@ from dsbd_cli.decoding.forward.kernels import keep_logits
 from dsbd_cli.decoding.forward.outcomes import CannotCapture, OutOfMemory, TooLarge
 from dsbd_cli.decoding.forward.plain import why_not_captured
 from dsbd_cli.decoding.forward.selftest import Verdict, check_tree, refusal, refuse_unserved
+from dsbd_cli.decoding.forward.ways import Ways
 from dsbd_cli.decoding.forward.whole import WholeForward
-from dsbd_cli.decoding.law.distribution import LogitsProcessor, Support
 from dsbd_cli.decoding.model.protocol import Side
+from dsbd_cli.decoding.model.told import Told
 from dsbd_cli.decoding.tree.sequences import Node
 from dsbd_cli.errors import UserError
 from dsbd_cli.loading.architecture import device_of, head_rows, input_rows, rope_border
@@ -41,7 +42,7 @@ _SIZES = 512, 64
 _CAPTURED_SIZES = 2048, 512
 
 
-class HfTreeModel:
+class HfTreeModel(Told):
     """One model over one tree (`model.protocol.TreeModel`).
 
     Args:
@@ -103,8 +104,6 @@ class HfTreeModel:
         self.max_positions = max_positions or getattr(model, "max_positions", None) or context_limit(module)
         self.calls = 0
         self.notes: list[str] = []
-        self.in_vain: list[str] = []
-        self._disagreed: list[str] = []
         self.logits = LogitStore(f"the {role} model ({self.name})", self.dtype, self.vocab_size, ids)
         self.clock = OverlapClock()
         self.graphs: GraphForward | None = None
@@ -121,25 +120,11 @@ class HfTreeModel:
         if self._capture and (reason := why_not(module) or why_not_captured(module)):
             self._no_graphs(reason)
         self._fused = backends.why_not_fused(module)
-        self._served, self._refused = not test, 0
-        wanted = self._wanted = {"int8": int8, "int8_activations": int8_activations, "fused": fast}
-        self._ways = backends.candidates(module, **wanted, skip=tested.refused if tested else 0)
-        first = next(self._ways, None)
-        if tested is not None and first is not None and first.describe() == tested.forward:
-            self._served, self._refused = True, tested.refused
-            self.notes += tested.notes
-            self._disagreed += tested.notes
-            self.in_vain += tested.in_vain
-        elif tested is not None or first is None:  # not the machine that it was: ask again
-            self._ways = backends.candidates(module, **wanted)
-            first = next(self._ways)
-        self._use(first)
-        if int8_activations and not first.int8_activations and not self.in_vain:
-            self.in_vain.append(
-                f"{role}: no activation is rounded to 8 bits: that is for Llama-like models with 4-bit blocks "
-                f"({backends.why_no_int8_activations(module)})"
-            )
-            self.notes += self.in_vain
+        self._ways = Ways(
+            module, role, self.notes, tested=tested, test=test, fast=fast, int8=int8, int8_activations=int8_activations
+        )  # fmt: skip
+        self.in_vain = self._ways.in_vain
+        self._use(self._ways.forward)
         if self.device.type == "cpu" and (reason := backends.why_no_code()) is not None:
             self.notes.append(f"{role}: slower, for there is no code in C: {reason}")
 
@@ -149,39 +134,29 @@ class HfTreeModel:
         Raises:
             UserError: the architecture is not served.
         """
-        if self._served:
+        if self._ways.served:
             return
         refuse_unserved(self.model, self.name)
         if not self.whole:
             self.renew()
         self.whole = False
         while wrong := check_tree(self, self.model, self.vocab_size):
-            way = next(self._ways, None)
-            if way is None:
+            if not self._ways.refuse(wrong):
                 self.whole = True
                 raise refusal(self.model, self.name, wrong)
-            short = " with activations in 8 bits" if self._forward.int8_activations else ""
-            name = f"{type(self._forward).__name__}{short}"
-            note = f"{self.role}: {name} is not used, it disagrees with the model's own forward ({wrong})"
-            told = [self.notes, self._disagreed, *([self.in_vain] if self._forward.int8_activations else [])]
-            for notes in told:
-                if note not in notes:  # said already, and interrupted
-                    notes.append(note)
-            self._refused, self._forward = self._refused + 1, way  # in step, wherever it is interrupted
-            self._use(way)
-        self._served = self.whole = True
-        self._ways = iter(())  # lets go of what was tried
+            self._use(self._ways.forward)
+        self._ways.agreed()
+        self.whole = True
 
     def renew(self) -> None:
         """Start from nothing, whatever was interrupted where: a new tree, new captures, the self-test anew."""
         quiet(self.device)  # buffers go that something in flight may write to
-        if not self._served:  # those that are left behind the one at hand
-            self._ways = backends.candidates(self.model, **self._wanted, skip=self._refused + 1)
+        self._ways.renew()
         self._in_flight = self._unread = None
         self.clock.idle()
         self.logits.start(0)
         self.tree.cache.let_go()  # a traceback may hold the tree
-        self._use(self._forward)
+        self._use(self._ways.forward)
         self.whole, self.undone = True, None
 
     def verdict(self) -> Verdict:
@@ -191,8 +166,7 @@ class HfTreeModel:
             UserError: the architecture is not served.
         """
         self.require_tree()
-        in_vain = [note for note in self._disagreed if note in self.in_vain]
-        return Verdict(self._refused, self._forward.describe(), self._disagreed, in_vain)
+        return self._ways.verdict()
 
     def keep_packed(self, place: Place) -> None:
         """Keep the weights as the chosen forward reads them, where it is one that packs them in C."""
@@ -202,7 +176,7 @@ class HfTreeModel:
 
     def _use(self, forward: Forward) -> None:
         """Compute with `forward` from now on, in a new tree."""
-        self._forward = forward
+        self._forward = self._ways.forward = forward
         # Buffers that grow cost a capture its pointers: start large where forwards are captured.
         slots, rows = _CAPTURED_SIZES if self._capture else _SIZES
         self.tree = TreeCache.alone(slots, rows, forward.dtype, self.device)
@@ -432,15 +406,6 @@ class HfTreeModel:
                 self.undone = error
             raise
         self.calls += 1
-
-    def has_logits(self, node: Node) -> bool:
-        return node in self.logits
-
-    def joint(self, parents: Sequence[Node], scores: Sequence[float], processor: LogitsProcessor) -> Support:
-        return self.logits.joint(parents, scores, processor)
-
-    def best(self, node: Node, count: int) -> tuple[np.ndarray, np.ndarray]:
-        return self.logits.best(node, count)
 
     def log_row(self, node: Node) -> Tensor:
         """A known node's whole row, float32 [V] on the device (`top_n` 0 only)."""

@@ -12,7 +12,6 @@ import inspect
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -20,11 +19,12 @@ from dsbd_cli.decoding.cache.buffers import LogitStore
 from dsbd_cli.decoding.forward.capture import OverlapClock
 from dsbd_cli.decoding.forward.hf import context_limit
 from dsbd_cli.decoding.forward.kernels import keep_logits
-from dsbd_cli.decoding.law.distribution import LogitsProcessor, Support
+from dsbd_cli.decoding.model.told import Told
 from dsbd_cli.decoding.tree.sequences import Node
+from dsbd_cli.errors import let_by
 
 
-class PathModel:
+class PathModel(Told):
     """One model over one sequence (`model.protocol.TreeModel`, for methods that keep one beam).
 
     Args:
@@ -114,15 +114,6 @@ class PathModel:
         keep_logits(self.logits, [node], self._steps.extend(self._ids))
         self.calls += 1
 
-    def has_logits(self, node: Node) -> bool:
-        return node in self.logits
-
-    def joint(self, parents: Sequence[Node], scores: Sequence[float], processor: LogitsProcessor) -> Support:
-        return self.logits.joint(parents, scores, processor)
-
-    def best(self, node: Node, count: int) -> tuple[np.ndarray, np.ndarray]:
-        return self.logits.best(node, count)
-
     def retain(self, leaves: Iterable[Node]) -> None:
         self.logits.keep(set(leaves))
 
@@ -132,7 +123,8 @@ class PathModel:
         try:
             self._steps.begin(ids[:3])
             self._steps.extend(ids)
-        except Exception:  # whatever the modelling code makes of arguments it does not expect
+        except Exception as error:  # whatever the modelling code makes of arguments it does not expect
+            let_by(error)
             return False
         return True
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple, cast
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -22,16 +21,16 @@ from dsbd_cli.decoding.cache.transfer import Landing, to_device
 from dsbd_cli.decoding.cache.tree_cache import Plan, TreeCache
 from dsbd_cli.decoding.forward.attention import without_planning
 from dsbd_cli.decoding.forward.kernels import keep_logits, landing_logits, top_logits
-from dsbd_cli.decoding.law.distribution import LogitsProcessor, Support
 from dsbd_cli.decoding.model.hf_model import HfTreeModel
 from dsbd_cli.decoding.model.protocol import Compute, Side
+from dsbd_cli.decoding.model.told import Told
 from dsbd_cli.decoding.tree.sequences import Node, common_ancestor
 
 # Prompt tokens a forward: what decodes meanwhile waits no longer than that.
 _CHUNK = 2048
 
 
-class RequestModel:
+class RequestModel(Told):
     """A shared model as one request sees it (`model.protocol.TreeModel`).
 
     Attributes:
@@ -91,15 +90,6 @@ class RequestModel:
 
     def begin(self, nodes: Iterable[Node]) -> None:
         """Nothing: whoever serves the requests decides when a forward runs."""
-
-    def has_logits(self, node: Node) -> bool:
-        return node in self.logits
-
-    def joint(self, parents: Sequence[Node], scores: Sequence[float], processor: LogitsProcessor) -> Support:
-        return self.logits.joint(parents, scores, processor)
-
-    def best(self, node: Node, count: int) -> tuple[np.ndarray, np.ndarray]:
-        return self.logits.best(node, count)
 
     def retain(self, leaves: Iterable[Node]) -> None:
         self.logits.keep(self.tree.retain(leaves))

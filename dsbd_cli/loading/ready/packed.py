@@ -21,6 +21,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from dsbd_cli.errors import let_by
+
 _LOG = logging.getLogger(__name__)
 _MAGIC = b"dsbd packed weights 1\n"
 _LENGTH = 8
@@ -87,6 +89,7 @@ def read(place: Place, layout: str) -> list[Piece] | None:
     except FileNotFoundError:
         return None
     except Exception as error:  # whatever it is: weights are packed as without it
+        let_by(error)
         _LOG.debug("%s is not used: %s", place.path, error)
         return None
     with contextlib.suppress(OSError):

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from dsbd_cli.errors import let_by
 from dsbd_cli.loading.cache import cache_root
 from dsbd_cli.loading.ready import file, key, quick_torch
 from dsbd_cli.loading.ready.packed import Place
@@ -51,7 +52,8 @@ def load(spec: PairSpec, *, need_draft: bool = True, cache_dir: str | Path | Non
     try:
         quick_torch.import_torch()
         return _assemble(spec, want_draft, sources, cache, *found)
-    except Exception:  # whatever is wrong with the files, a full load says it
+    except Exception as error:  # whatever is wrong with the files, a full load says it
+        let_by(error)
         return None
 
 
@@ -102,7 +104,8 @@ def remember(
     }
     try:
         again = _assemble(spec, want_draft, sources, cache, json.loads(json.dumps(record)), data)
-    except Exception:  # a checkpoint of other names, a config of another kind: it is loaded in full
+    except Exception as error:  # a checkpoint of other names, a config of another kind: it is loaded in full
+        let_by(error)
         return False
     if again is None or not tokenizer.faithful(again.tokenizer, pair.tokenizer):
         return False

@@ -13,6 +13,8 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
+from dsbd_cli.errors import let_by
+
 # What a template may not mention, for transformers gives it something of its own there, or the time of day.
 _NOT_PLAIN = ("endgeneration", "strftime_now", "namespace", "dict")
 _METHODS = (
@@ -122,8 +124,8 @@ class ReadyTokenizer:
                 return _template(self.chat_template).render(
                     messages=messages, tools=None, documents=None, add_generation_prompt=True, **self._facts["words"]
                 )  # fmt: skip
-            except Exception:  # what it refuses, the real one refuses in its own words
-                pass
+            except Exception as error:  # what it refuses, the real one refuses in its own words
+                let_by(error)
         return self._real().apply_chat_template(messages, **how)
 
 
@@ -222,4 +224,5 @@ def _said(tokenizer: Any, chat: list[dict[str, str]]) -> str:
             )
         )
     except Exception as error:
+        let_by(error)
         return f"{type(error).__name__}: {error}"

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import signal
 from contextlib import nullcontext
+from functools import partial
 
 import numpy as np
 import pytest
@@ -10,7 +12,7 @@ import torch
 
 from dsbd_cli.decoding.forward.capture import Captures, OverlapClock
 from dsbd_cli.decoding.forward.outcomes import CannotCapture, OutOfMemory
-from tests.interrupting import interrupted, points_of
+from tests.interrupting import Late, interrupted, late, limited, points_of, stopped
 
 CPU = torch.device("cpu")
 
@@ -109,7 +111,43 @@ def test_what_the_device_does_meanwhile_counts_once():
     assert clock.overlap(0.1) == pytest.approx(0.1)
 
 
-def test_an_interruption_leaves_no_stream_capturing(monkeypatch):
+class Limit:
+    """What a library of time limits may have as its handler."""
+
+    def __call__(self, number, frame):
+        raise Late
+
+    handle = __call__
+
+
+@pytest.mark.parametrize("handler", [late, Limit(), Limit().handle, partial(late), lambda *_: late(*_)])
+def test_what_a_signals_handler_raises_says_nothing_of_the_steps(handler):
+    """It goes out as it is, and the same steps are captured later."""
+    captures, late_now = Captures(CPU, OverlapClock()), [True, True]
+
+    def steps(inputs):
+        if late_now:
+            late_now.pop()
+            send()
+        return doubled(inputs)
+
+    with limited(handler) as send:
+        for runs in (captures.run, captures.launch):
+            with pytest.raises(Late):
+                runs("key", torch.ones(2), steps)
+            assert "key" not in captures
+    assert captures.launch("key", torch.ones(2), steps).wait().tolist() == [2, 2]
+
+
+def test_an_error_of_the_steps_is_theirs_whoever_handles_signals():
+    """An enum's constructor stands in its traceback, as code that a handler's kind has too."""
+    for steps in (lambda inputs: signal.Signals(-5), lambda inputs: late(0, None)):
+        with pytest.raises(CannotCapture):
+            Captures(CPU, OverlapClock()).run("key", torch.ones(2), steps)
+
+
+@pytest.mark.parametrize("how", ["ctrl-c", "time limit"])
+def test_an_interruption_leaves_no_stream_capturing(monkeypatch, how):
     """On a device that knows what it would refuse: a capture within one, and the end of none."""
     capturing = []
 
@@ -144,8 +182,10 @@ def test_an_interruption_leaves_no_stream_capturing(monkeypatch):
 
     points = points_of(lambda: captures._captured(steps))
     assert len(points) > 20
-    for number, point in enumerate(points):
-        interrupted(lambda: captures._captured(steps), point)
-        if number % 2:
-            captures.release()
-        captures._captured(steps)
+    with limited() as late_now:
+        for number, point in enumerate(points):
+            stop = stopped if how == "ctrl-c" else late_now
+            interrupted(lambda: captures._captured(steps), point, stop)
+            if number % 2:
+                captures.release()
+            captures._captured(steps)

@@ -171,7 +171,7 @@ def as_on_a_device(model):
     """With the forward that a device has, by tensor operations."""
     tree = HfTreeModel(model, vocab_size=VOCAB, graphs=True)
     tree._use(LlamaForward(model, DenseLinear, None))
-    tree._served = True
+    tree._ways.served = True
     return tree
 
 

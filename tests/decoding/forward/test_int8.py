@@ -23,8 +23,10 @@ from tests.decoding.forward.test_simd import (
     LEVELS,
     Q4,
     Q8,
+    a_node_does_not_depend_on_other_nodes_nor_on_its_slots,
     noise,
     not_a_number_shows_in_its_rows_only,
+    the_number_of_threads_changes_nothing,
     weight_of,
 )
 
@@ -170,23 +172,8 @@ def test_a_tree_is_its_paths_up_to_what_rounding_does(kind, level):
 
 
 def test_a_node_does_not_depend_on_other_nodes_nor_on_its_slots_nor_on_threads():
-    model, forward = forward_of("llama")
-    ids, parents, slots = tree(60, 3)
-    whole = run(forward, model, KVBuffer(256), ids, parents, slots)
-    for count in (1, 2, 5, 20):
-        assert torch.equal(
-            run(forward, model, KVBuffer(256), ids[:count], parents[:count], slots[:count]), whole[:count]
-        )
-    assert torch.equal(
-        run(forward, model, KVBuffer(300), ids, parents, [256 - slot for slot in slots]), whole
-    )
-    before = torch.get_num_threads()
-    for threads in (1, 2, 3):
-        torch.set_num_threads(threads)
-        try:
-            assert torch.equal(run(forward, model, KVBuffer(256), ids, parents, slots), whole)
-        finally:
-            torch.set_num_threads(before)
+    a_node_does_not_depend_on_other_nodes_nor_on_its_slots(*forward_of("llama"))
+    the_number_of_threads_changes_nothing(*forward_of("llama"))
 
 
 def test_not_a_number_shows_in_its_rows_only():

@@ -13,11 +13,9 @@ from torch import Tensor
 from dsbd_cli.decoding.cache.buffers import KVBuffer
 from dsbd_cli.decoding.forward import native, simd
 from dsbd_cli.decoding.forward.backends import candidates, why_no_simd
-from dsbd_cli.decoding.model.hf_model import HfTreeModel
-from dsbd_cli.decoding.tree.sequences import Node
 from dsbd_cli.errors import UserError
 from dsbd_cli.loading import processor
-from tests.decoding.forward.test_amx import KINDS, far, make, plain, run, tree
+from tests.decoding.forward.test_amx import KINDS, far, make, off_behind_a_long_path, plain, run, tree
 
 LEVELS = [level for level in processor.levels() if level != "amx"]
 Q4, Q8, BF16, F16, F32 = range(5)
@@ -195,8 +193,7 @@ def test_a_bfloat16_model_stays_in_its_format():
     assert far(run(forward, model, KVBuffer(64), ids, parents, slots), plain(model, ids, parents)) < 1e-5
 
 
-def test_a_node_does_not_depend_on_other_nodes_nor_on_its_slots():
-    model, forward = forward_of("llama")
+def a_node_does_not_depend_on_other_nodes_nor_on_its_slots(model, forward):
     ids, parents, slots = tree(60, 3)
     whole = run(forward, model, KVBuffer(256), ids, parents, slots)
     for count in (1, 2, 5, 20):
@@ -207,17 +204,24 @@ def test_a_node_does_not_depend_on_other_nodes_nor_on_its_slots():
     assert torch.equal(run(forward, model, KVBuffer(300), ids, parents, elsewhere), whole)
 
 
-@pytest.mark.parametrize("threads", [1, 2, 3])
-def test_the_number_of_threads_changes_nothing(threads):
-    model, forward = forward_of("llama")
+def test_a_node_does_not_depend_on_other_nodes_nor_on_its_slots():
+    a_node_does_not_depend_on_other_nodes_nor_on_its_slots(*forward_of("llama"))
+
+
+def the_number_of_threads_changes_nothing(model, forward):
     ids, parents, slots = tree(37, 4)
     usual = run(forward, model, KVBuffer(128), ids, parents, slots)
     before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
-        assert torch.equal(run(forward, model, KVBuffer(128), ids, parents, slots), usual)
-    finally:
-        torch.set_num_threads(before)
+    for threads in (1, 2, 3):
+        torch.set_num_threads(threads)
+        try:
+            assert torch.equal(run(forward, model, KVBuffer(128), ids, parents, slots), usual)
+        finally:
+            torch.set_num_threads(before)
+
+
+def test_the_number_of_threads_changes_nothing():
+    the_number_of_threads_changes_nothing(*forward_of("llama"))
 
 
 @torch.inference_mode()
@@ -252,21 +256,7 @@ def test_not_a_number_shows_in_its_rows_only():
 
 
 def test_the_runner_takes_it_and_its_pool_may_grow():
-    model = make("llama", torch.float32)
-    runner = HfTreeModel(model, vocab_size=272)
-    root = Node(-1, None)
-    runner.prefill(list(range(5, 95)), root)
-    assert isinstance(runner._forward, simd.SimdForward)
-    assert not runner.notes
-    node, nodes = root, []
-    for i in range(450):  # beyond the first 512 slots
-        node = Node(5 + i % 200, node)
-        nodes.append(node)
-    runner.forward(nodes[:-1])
-    runner.forward(nodes)
-    tokens = [*range(5, 95), *nodes[-1].tokens()]
-    exact = torch.log_softmax(model(torch.tensor([tokens])).logits[0, -1], -1)
-    assert (runner.log_row(nodes[-1]) - exact).abs().max() < 1e-4
+    assert off_behind_a_long_path(make("llama", torch.float32), simd.SimdForward).max() < 1e-4
 
 
 def test_without_a_compiler_the_other_forwards_serve(monkeypatch):

@@ -107,6 +107,24 @@ def test_heads_are_turned_and_laid_where_attention_looks(count, in_order, normed
         assert (buffer[0][:, untouched.to(DEVICE)] == 0).all()
 
 
+def begun(model, forward: llama.LlamaForward) -> tuple[HfTreeModel, Node]:
+    """A tree that `forward` computes, and its root, behind a prompt."""
+    tree, root = HfTreeModel(model, vocab_size=VOCAB, graphs=False), Node(-1, None)
+    tree._use(forward)
+    tree._ways.served = True
+    tree.prefill([5, 6, 7, 8], root)
+    return tree, root
+
+
+def walked(model, forward: llama.LlamaForward) -> torch.Tensor:
+    """Rows of the root and of five nodes below, by `forward`."""
+    tree, root = begun(model, forward)
+    level = [Node(token, root) for token in (9, 10, 11)]
+    below = [Node(12, level[1]), Node(13, level[1])]
+    tree.forward([*below, *level])
+    return torch.stack([tree.log_row(node) for node in [root, *level, *below]])
+
+
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3"])
 def test_layers_with_kernels_are_layers_without(tmp_path, kind):
     model = rand(tmp_path, kind, num_key_value_heads=2, head_dim=16, initializer_range=0.3).to(DEVICE)
@@ -121,14 +139,7 @@ def test_layers_with_kernels_are_layers_without(tmp_path, kind):
     rows = []
     for layers, reads_length in ((torch_layers, False), (kernels, True)):
         forward._layers, forward.reads_length = layers, reads_length
-        tree, root = HfTreeModel(model, vocab_size=VOCAB, graphs=False), Node(-1, None)
-        tree._use(forward)
-        tree._served = True
-        tree.prefill([5, 6, 7, 8], root)
-        level = [Node(token, root) for token in (9, 10, 11)]
-        below = [Node(12, level[1]), Node(13, level[1])]
-        tree.forward([*below, *level])
-        rows.append(torch.stack([tree.log_row(node) for node in [root, *level, *below]]))
+        rows.append(walked(model, forward))
     assert (rows[0] - rows[1]).abs().max() < 1e-4
 
 
@@ -159,14 +170,7 @@ def test_layers_whose_sums_are_normed_at_once_are_layers_one_by_one(tmp_path):
         ]
         forward._layers, forward.reads_length = layers, True
         forward._split = SplitLayers(layers, forward._norm, kernels.rms) if split else None
-        tree, root = HfTreeModel(model, vocab_size=VOCAB, graphs=False), Node(-1, None)
-        tree._use(forward)
-        tree._served = True
-        tree.prefill([5, 6, 7, 8], root)
-        level = [Node(token, root) for token in (9, 10, 11)]
-        below = [Node(12, level[1]), Node(13, level[1])]
-        tree.forward([*below, *level])
-        rows.append(torch.stack([tree.log_row(node) for node in [root, *level, *below]]))
+        rows.append(walked(model, forward))
     assert (rows[0] - rows[1]).abs().max() < 1e-5
     assert group.normed == 2 * 2 * len(model.model.layers)  # of the prompt and of the tree
 
@@ -207,10 +211,7 @@ def test_few_nodes_of_a_small_model_are_what_its_layers_compute(tmp_path, monkey
                 for i, layer in enumerate(half.model.layers)
             ]
             forward._few = FewNodes(forward._layers, forward._norm, forward._head, kernels.products)
-        tree, root = HfTreeModel(one, vocab_size=VOCAB, graphs=False), Node(-1, None)
-        tree._use(forward)
-        tree._served = True
-        tree.prefill([5, 6, 7, 8], root)
+        tree, root = begun(one, forward)
         level = [Node(token, root) for token in range(9, 30)]  # more than 16
         below = [Node(12, level[1]), Node(13, level[1])]
         with monkeypatch.context() as patch:

@@ -255,3 +255,23 @@ def test_a_plan_that_lies_outside_the_buffers_is_an_error_and_no_other_memory(to
     with pytest.raises(IndexError, match="outside the buffers"):
         model._forward.best(model.tree.stores, dataclasses.replace(plan, used=4096), [0], VOCAB, 3)
     assert model._forward.best(model.tree.stores, plan, [0], VOCAB, 3).finite.all()
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("keep", [[0, 1, 1], [2], [-1, 0]])
+@pytest.mark.parametrize("way", FORWARDS)
+def test_logits_of_nodes_that_are_none_are_an_error_and_no_other_memory(way, keep):
+    """More than there are nodes too: what C lays their rows out in has room for each node once."""
+    model = served(*FORWARDS[way], "llama", 3)
+    root = Node(-1, None)
+    model.prefill([3, 4, 5], root, top_n=3)
+    plan = model.tree.plan([Node(6, root), Node(7, root)])
+    with pytest.raises(IndexError, match="outside the forward, which has 2"):
+        model._forward.best(model.tree.stores, plan, keep, VOCAB, 3)
+    assert model._forward.best(model.tree.stores, plan, [1, 1], VOCAB, 3).finite.all()
+    ids, places, cache = torch.tensor([5, 6]), torch.arange(2), KVBuffer(8)
+    cache.slots, cache.used = places + 1, 3
+    for wrong in (torch.tensor(keep), len(keep) + 2):
+        with pytest.raises(IndexError, match="outside the forward, which has 2"):
+            model._forward(cache, ids, places, None, wrong)
+    assert len(model._forward(cache, ids, places, None, torch.tensor([1, 1]))) == 2

@@ -357,7 +357,7 @@ def test_a_prompt_behind_buffers_that_could_not_grow(tmp_path, monkeypatch, grap
     model = rand(tmp_path, initializer_range=0.3)
     tree = HfTreeModel(model, vocab_size=VOCAB, graphs=graphs)
     tree._use(LlamaForward(model, DenseLinear, None))
-    tree._served = True
+    tree._ways.served = True
     ids = [3 + i for i in range(40)]
     grow = Tensor.new_zeros
     sizes = []

@@ -15,7 +15,7 @@ from typing import TypeVar
 
 import torch
 
-from dsbd_cli.errors import first_line
+from dsbd_cli.errors import first_line, let_by
 from dsbd_cli.loading import hung, processor
 from dsbd_cli.loading.cache import build_once, cache_root
 
@@ -63,8 +63,10 @@ def compiled(make: Callable[[], _T]) -> _T | None:
         said = error.stderr.decode("utf-8", "replace").strip()
         _failures.append(said.splitlines()[0] if said else f"it ended with {error.returncode}")
     except (OSError, subprocess.SubprocessError, AttributeError) as error:
+        let_by(error)
         _failures.append(first_line(error))
     except Exception as error:
+        let_by(error)
         # A cache that cannot be written is no reason not to decode.
         if not isinstance(error.__cause__, OSError):
             raise
