@@ -232,13 +232,19 @@ class Chosen:
         A line for each reason for which options that were given change nothing (`dsbd_cli/idle.py`), then the
         decoder's own notes.
         """
-        from dsbd_cli.again import naming
         from dsbd_cli.idle import in_vain
-        from dsbd_cli.presets import DEFAULT_PRESET
 
         _, settings = self.resolve()
-        preset = None if self.spec.keys() & {"target", "draft"} else self.preset or DEFAULT_PRESET
-        return [*in_vain(settings, self.settings), *(naming(line, preset) for line in decoder.notes)]
+        return [*in_vain(settings, self.settings), *decoder.notes]
+
+    def preset_name(self) -> str | None:
+        """The preset whose pair this is; None where options made it another one, which no preset measures anew."""
+        from dsbd_cli.presets import DEFAULT_PRESET, load_preset
+
+        if self.preset is None and "target" in self.spec:
+            return None
+        name = DEFAULT_PRESET if self.preset is None else self.preset
+        return name if self.resolve()[0] == load_preset(name).pair else None
 
     def sources(self) -> dict[str, Any]:
         """The models asked for, in a form that changes when their files do (`loading/stamp.py`).
@@ -302,9 +308,11 @@ class Chosen:
         if not quiet:
             waiting.waiting(self.what(spec, wanted), typing=typing)
         try:
-            return _open(spec, settings, wanted)
+            decoder = _open(spec, settings, wanted)
         finally:
             waiting.ready()
+        decoder.preset = self.preset_name()
+        return decoder
 
     @staticmethod
     def what(spec: Any, draft: bool) -> str:

@@ -93,8 +93,8 @@ def tune(
     with _progress() as (tell, step):
         found = search(bench, settings, quick=quick, loss=loss, tell=tell, step=step)
     best = found.best
-    why = {"preset": f"dsbd tune: {_verdict(found)}, on {counted(len(texts), 'prompt')}; prices: "
-                     f"{decoder.prices.measured().prices.origin}"}  # type: ignore[union-attr]  # fmt: skip
+    origin = decoder.named(decoder.prices.measured().prices.origin)  # type: ignore[union-attr]
+    why = {"preset": f"dsbd tune: {_verdict(found)}, on {counted(len(texts), 'prompt')}; prices: {origin}"}
     make_parents(out, "--out")
     write_whole(out, to_yaml(Preset(out.stem, spec, best.settings, why)))
     if json:
