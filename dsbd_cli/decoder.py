@@ -115,6 +115,8 @@ class Decoder:
     def from_preset(cls, preset: str | Path, **spec: Any) -> Decoder:
         """Load the pair that a preset names; `spec` overrides `PairSpec` fields (devices, dtypes).
 
+        What is loaded, and from where, is logged (`dsbd`, INFO).
+
         Raises:
             UserError: unknown preset, or a pair that cannot be loaded or cannot work together.
         """

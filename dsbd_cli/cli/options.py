@@ -12,7 +12,7 @@ import functools
 import gc
 import inspect
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 import typer
@@ -225,6 +225,10 @@ class Chosen:
             if "target" in self.spec or "draft" in self.spec:
                 base = base.replace(draft_revision=None, draft_vocab=0)
         return base.replace(**self.spec), settings.merged(self.settings)
+
+    def without(self, name: str) -> Chosen:
+        """The same, had this setting not been given."""
+        return replace(self, settings={key: value for key, value in self.settings.items() if key != name})
 
     def notes(self, decoder: Decoder) -> list[str]:
         """What a user should know before anything is decoded.

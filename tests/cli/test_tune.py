@@ -56,6 +56,28 @@ def test_a_preset_is_written_and_can_be_used(dsbd: Call, options: list[str], tmp
     assert any("ms by nodes" in line for line in report["prices"])
 
 
+def test_what_was_given_is_in_the_preset_and_said_less_the_seed(
+    dsbd: Call, options: list[str], tmp_path: Path
+) -> None:
+    more = ["--seed", "7", "--stop", "x y", "--top-p", "1", "--width", "2"]
+    ran = dsbd("tune", *options, *more, stdin=b"hello\n")
+    said = ran.text.splitlines()[-1]
+    assert "width 2" in said.partition("; as given, ")[0]
+    given = said.partition("; as given, ")[2]
+    assert {"max-new-tokens 6", 'stop ["x y"]', "top-p 1.0"} <= set(given.split(", "))
+    names = [part.split()[0] for part in given.split(", ")]
+    assert sorted(names) == ["draft", "max-new-tokens", "stop", "target", "top-p"]
+    settings = load_preset(tmp_path / "mine.yaml").settings
+    assert (settings.max_new_tokens, settings.stop, settings.top_p, settings.seed) == (6, ("x y",), 1.0, None)
+    # A preset's own seed is a setting like any other.
+    seeded = tmp_path / "seeded.yaml"
+    seeded.write_text((tmp_path / "mine.yaml").read_text().replace("seed: null", "seed: 3"))
+    dsbd(
+        "tune", "--preset", seeded, "--seed", "7", "--quick", "--out", tmp_path / "new.yaml", stdin=b"hello\n"
+    )
+    assert load_preset(tmp_path / "new.yaml").settings.seed == 3
+
+
 def test_on_a_busy_machine_the_prices_of_a_calm_moment_stay(
     dsbd: Call, options: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
