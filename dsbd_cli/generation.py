@@ -237,7 +237,8 @@ class Generation:
             stats.paths["prices"] = decoder.named(prices.describe())
         if run.spare is not None and run.spare.forests:
             stats.paths["forests"] = (
-                f"{run.spare.forests} without the draft, of what followed the last tokens before"
+                f"{run.spare.forests} without the draft, of what followed the last tokens before "
+                "(by forest adaptive, whatever lookup is: that adds to the draft's)"
             )
         return Result(
             text=visible_text(best, decoder.detokenize, settings.stop),

@@ -113,8 +113,8 @@ PARAMETERS = [
     _option(
         Int,
         "--lookup",
-        help="Prompt lookup: beside the draft's layers propose up to this many tokens that followed the last ones "
-        "before; 0 adds none (cover only).",
+        help="Prompt lookup in the draft's forests: beside its layers up to this many tokens that followed the last "
+        "ones before; 0 adds none (cover only). Forests without the draft (adaptive) need none of it.",
         panel=DECODING,
     ),
     _option(
