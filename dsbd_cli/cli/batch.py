@@ -23,7 +23,7 @@ _MOST = 4096
 # One prompt's own lines leave loading out, and are of one answer: the same words would look like another speed.
 _MEANS = {
     "seconds": "of the whole run, loading included",
-    "tokens_per_s_in_all": "of all answers together, over those seconds; not the speed of one answer",
+    "tokens_per_s_in_all": "all answers together, over those seconds",
 }
 
 
