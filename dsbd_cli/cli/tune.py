@@ -106,7 +106,7 @@ def tune(
     else:
         stays = f"{_verdict(found)}\n" if best is found.base else ""
         given = _given(kept, text)
-        line = f"{out}: {best.name()}{f'; as given, {given}' if given else ''}"
+        line = f"{out}: {best.name()}{f'; as given: {given}' if given else ''}"
         Out().write(_table(found, columns_of(sys.stdout)) + stays + line + "\n")
 
 

@@ -62,8 +62,8 @@ def test_what_was_given_is_in_the_preset_and_said_less_the_seed(
     more = ["--seed", "7", "--stop", "x y", "--top-p", "1", "--width", "2"]
     ran = dsbd("tune", *options, *more, stdin=b"hello\n")
     said = ran.text.splitlines()[-1]
-    assert "width 2" in said.partition("; as given, ")[0]
-    given = said.partition("; as given, ")[2]
+    assert "width 2" in said.partition("; as given: ")[0]
+    given = said.partition("; as given: ")[2]
     assert {"max-new-tokens 6", 'stop ["x y"]', "top-p 1.0"} <= set(given.split(", "))
     names = [part.split()[0] for part in given.split(", ")]
     assert sorted(names) == ["draft", "max-new-tokens", "stop", "target", "top-p"]
