@@ -107,7 +107,7 @@ def _packages() -> dict[str, str]:
     return found
 
 
-def _devices(preset: str | None = None) -> list[str]:
+def _devices(preset: str | None) -> list[str]:
     import torch
 
     from dsbd_cli.again import naming
