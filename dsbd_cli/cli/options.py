@@ -161,7 +161,10 @@ PARAMETERS = [
     ),
     _option(Text, "--system", help="System turn before the prompt.", panel=SAMPLING),
     _option(
-        Flag, "--raw/--chat", help="Give the prompt as it is, without the chat template.", panel=SAMPLING
+        Flag,
+        "--raw/--chat",
+        help="Give the prompt as it is, without the chat template; a text, not messages.",
+        panel=SAMPLING,
     ),
     _option(Int, "--seed", help="Same seed, same text; drawn and reported when not given.", panel=SAMPLING),
     _option(
