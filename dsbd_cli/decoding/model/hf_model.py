@@ -215,10 +215,11 @@ class HfTreeModel(Told):
     def describe(self) -> str:
         """Which forward serves this model, and beside a GPU whether it is captured: one sentence."""
         own = "" if self._fused is None else f" (no fused forward: {self._fused})"
+        told = f"{self._forward.describe()}{own}"
+        if self._why_no_graphs == _NO_GPU:
+            return told
         captured = "captured as CUDA graphs" if self._capture else f"no CUDA graphs ({self._why_no_graphs})"
-        return f"{self._forward.describe()}{own}" + (
-            "" if self._why_no_graphs == _NO_GPU else f"; {captured}"
-        )
+        return f"{told}; {captured}"
 
     def side(self) -> Side:
         """What captured iterations need of this model."""
