@@ -1,6 +1,7 @@
 # Everything runs in .venv, made on first use. PYTHON picks the interpreter (3.10 or newer).
 PYTHON ?= python3
 BIN := .venv/bin
+PIP := $(BIN)/python -m pip install --constraint constraints.txt
 # One thread a test process: the suite runs in as many processes as there are cores.
 TEST_ENV := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false MPLBACKEND=Agg
 
@@ -24,13 +25,15 @@ lint: .venv/.ready-test
 	$(BIN)/mypy dsbd_cli
 
 .venv/.ready: pyproject.toml constraints.txt
-	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[bench]"
-	touch $@
+	@test -x $(BIN)/python || { echo "make: a virtual environment in .venv"; $(PYTHON) -m venv .venv; }
+	@echo "make: dsbd and what it needs into .venv (torch is the largest; 1.5 GB on disk, minutes by the network)"
+	@$(PIP) --editable ".[bench]"
+	@touch $@
 
 .venv/.ready-test: .venv/.ready
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[bench,test]"
-	touch $@
+	@echo "make: what the tests need into .venv (2.6 GB on disk with the rest)"
+	@$(PIP) --editable ".[bench,test]"
+	@touch $@
 
 clean:
 	rm -rf .venv build dist .pytest_cache .mypy_cache .ruff_cache

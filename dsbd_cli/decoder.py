@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from dsbd_cli.again import naming
 from dsbd_cli.counted import counted
 from dsbd_cli.decoding import (
     Choice,
@@ -56,10 +57,12 @@ class Decoder:
         settings: used where a call gives none.
         detokenize: ids -> text, as the results show it.
         step: whatever uses the models goes through it.
+        preset: the one whose pair this is, by name or file, where that is known.
     """
 
     def __init__(self, pair: Pair, settings: Settings | None = None) -> None:
         self.pair = pair
+        self.preset: str | None = None
         self.settings = settings or Settings()
         self.detokenize = Detokenizer(pair.tokenizer)
         self.target = _tree_model(pair.target, pair, "target")
@@ -77,7 +80,11 @@ class Decoder:
         asked = self.pair.target.int8_activations
         with self.step.lock:
             in_vain = asked and not self.target.int8_activations  # asks the self-test, which tells why
-        return [*self.pair.notes, *(self.target.in_vain if in_vain else [])]
+        return [self.named(line) for line in (*self.pair.notes, *(self.target.in_vain if in_vain else []))]
+
+    def named(self, line: str) -> str:
+        """A line about what was measured, with the preset that measures it anew."""
+        return naming(line, self.preset)
 
     def describe(self) -> dict[str, str]:
         """Which forward serves each model and which engine ran last, and why no other: a sentence each."""
@@ -86,7 +93,7 @@ class Decoder:
             found["draft forward"] = self.draft.describe()
         if self._choice is not None:
             found["engine"] = self._choice.describe()
-        return found
+        return {name: self.named(line) for name, line in found.items()}
 
     def choose(
         self,
@@ -108,13 +115,18 @@ class Decoder:
     def from_preset(cls, preset: str | Path, **spec: Any) -> Decoder:
         """Load the pair that a preset names; `spec` overrides `PairSpec` fields (devices, dtypes).
 
+        What is loaded, and from where, is logged (`dsbd`, INFO).
+
         Raises:
             UserError: unknown preset, or a pair that cannot be loaded or cannot work together.
         """
         from dsbd_cli.presets import load_preset
 
         loaded = load_preset(str(preset))
-        return cls(load_pair(loaded.pair.replace(**spec)), loaded.settings)
+        pair = loaded.pair.replace(**spec)
+        decoder = cls(load_pair(pair), loaded.settings)
+        decoder.preset = str(preset) if pair == loaded.pair else None
+        return decoder
 
     @classmethod
     def from_pair(
@@ -176,7 +188,7 @@ class Decoder:
             if (line := self.prices.announcement(settings)) is not None:
                 yield Notice(line)
             for note in self.prices.look_up(settings).notes:
-                yield Notice(note)
+                yield Notice(self.named(note))
         self.step.take(mine)
         yield from Generation(self, plan, self.ready(settings), draft, reuse).events(energy)
 

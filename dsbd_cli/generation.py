@@ -65,6 +65,9 @@ class Host(Protocol):
     def describe(self) -> dict[str, str]:
         """What runs, and why no other."""
 
+    def named(self, line: str) -> str:
+        """A line about what was measured, with the preset that measures it anew."""
+
 
 @dataclass(frozen=True)
 class Planned:
@@ -225,15 +228,17 @@ class Generation:
         stats.kv_bytes_allocated = _sum_known([cache.bytes_allocated for cache in caches])
         if stats.energy_j is not None:
             stats.joules_per_token = ratio(stats.energy_j, stats.new_tokens)
-        stats.notes = [note for cache in caches for note in cache.notes] + decoder.engines.notes
+        noted = [note for cache in caches for note in cache.notes] + decoder.engines.notes
+        stats.notes = [decoder.named(note) for note in noted]
         if self._refused_all(run):
             stats.notes.append(NO_FOREST_PAYS)
         stats.paths = decoder.describe()
         if run.shape is not None and (prices := self.prices()) is not None:
-            stats.paths["prices"] = prices.describe()
+            stats.paths["prices"] = decoder.named(prices.describe())
         if run.spare is not None and run.spare.forests:
             stats.paths["forests"] = (
-                f"{run.spare.forests} without the draft, of what followed the last tokens before"
+                f"{run.spare.forests} without the draft, of what followed the last tokens before "
+                "(by forest adaptive, whatever lookup is: that adds to the draft's)"
             )
         return Result(
             text=visible_text(best, decoder.detokenize, settings.stop),

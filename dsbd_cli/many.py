@@ -69,15 +69,12 @@ class Load:
 
     Attributes:
         running, waiting: requests under way, and prompts that wait for memory.
-        free_slots, slots: of the target's buffers: those that no request has, and all.
         reading: of those under way, how many have not been read yet.
         tokens: what those under way have generated so far, in layers.
     """
 
     running: int
     waiting: int
-    free_slots: int
-    slots: int
     reading: int = 0
     tokens: int = 0
 
@@ -178,12 +175,9 @@ class Batch:
 
     def load(self) -> Load:
         """How things stand."""
-        target = self._buffers.target
-        free, slots = (0, 0) if target is None else (target.free, target.regions.capacity)
         tokens = sum(len(member.tally.widths) for member in self._members)
         running = self._running()
-        reading = running - len(self._members)
-        return Load(running, len(self._waiting), free, slots, reading, tokens)
+        return Load(running, len(self._waiting), running - len(self._members), tokens)
 
     def answers(self, asked: Iterable[Asked | None], pulse: Pulse | None = None) -> Iterator[Answer]:
         """Decode prompts; answers as they come.

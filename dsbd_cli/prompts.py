@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from dsbd_cli.errors import UserError
 from dsbd_cli.messages import NOT_RAW, ask_nothing, check, is_blank
 from dsbd_cli.names import near
 from dsbd_cli.settings import Settings, broken
-from dsbd_cli.turns import encode_quoted, in_parts, quote, spoken, texts_of, unquote
+from dsbd_cli.templates import check_continued, check_parts, check_whole, renders, rewritten
+from dsbd_cli.turns import encode_quoted, in_parts, quote, texts_of, unquote
 
 _KINDS = "a prompt is a text, a list of messages {role, content}, or a list of token ids"
 # Roles that every template knows or refuses by itself, and those that some know.
 _ROLES = ("system", "user", "assistant")
-_LEADING = ("system", "developer")  # of turns that stand before a conversation
 _FURTHER_ROLES = ("tool", "developer", "function", "ipython", "model")
 # A template that asks for a role in small letters, however it is written.
 _LOWERED = re.compile(r"role['\"]?\]?\s*(\|\s*lower|\.lower\(\))")
-_LETTERS = range(0x20000, 0x2A6D7)  # ideographs that no template writes
 Prompt = str | Sequence[Mapping[str, str]] | Sequence[int]
 
 
@@ -189,91 +187,14 @@ def _template(messages: list[dict[str, Any]], tokenizer: Any, way_out: str) -> t
     try:
         text = rendered(quoted)
     except Exception as error:  # jinja raises many kinds; all of them are the template's own words
-        _check_parts(messages, rendered)
+        check_parts(messages, rendered)
+        if goes_on and renders(quoted, tokenizer):
+            raise rewritten(messages) from None
         said = unquote(str(error), marks)
         raise UserError(f"the chat template refuses this prompt: {said}{way_out}") from None
-    _check_parts(messages, rendered)
-    left_out = _check_whole(messages, rendered, way_out)
+    check_parts(messages, rendered)
+    left_out = check_whole(messages, rendered, way_out)
+    if goes_on:
+        left_out += check_continued(text, quoted[-1], messages)
     ids, notes = encode_quoted(text, marks, tokenizer)
     return _once_bos(ids, tokenizer), [*left_out, *notes]
-
-
-def _check_parts(messages: list[dict[str, Any]], rendered: Callable[[list[dict[str, Any]]], str]) -> None:
-    """Refuse parts under a template that reads texts alone: it would fail in words of its own, or write the list.
-
-    Args:
-        rendered: makes the template's text of messages.
-    """
-    places = [place for place, turn in enumerate(messages) if in_parts(turn.get("content"))]
-    if not places:
-        return
-    try:
-        written = rendered(messages)
-    except Exception:
-        whole = [
-            turn | {"content": "".join(texts_of(turn["content"]))} if place in places else turn
-            for place, turn in enumerate(messages)
-        ]
-        try:
-            rendered(whole)
-        except Exception:  # not for the parts
-            return
-    else:
-        parts = [part for place in places for part in messages[place]["content"]]
-        if not any(
-            form in written for part in parts for form in (str(part), json.dumps(part, ensure_ascii=False))
-        ):
-            return
-    raise UserError(
-        f"message {places[0] + 1} has its content in parts, which the target's chat template does not read: "
-        "give it as one text"
-    )
-
-
-def _check_whole(
-    messages: list[dict[str, Any]], rendered: Callable[[list[dict[str, Any]]], str], way_out: str
-) -> list[str]:
-    """Refuse a conversation of which the template leaves out a turn without a word, as some do with roles.
-
-    Templates trim, shorten, quote and capitalize what is said: a letter without case is said instead, by each turn
-    one of its own, of which all that leaves is the same.
-
-    Args:
-        rendered: makes the template's text of messages.
-        way_out: ends the error.
-
-    Returns:
-        Notes: a template that keeps the latest turns of a long conversation only does what it is for.
-    """
-    marks = [chr(_LETTERS.start + place % len(_LETTERS)) for place in range(len(messages))]
-    marked = [spoken(turn, lambda _, mark=mark: mark) for turn, mark in zip(messages, marks, strict=True)]  # type: ignore[misc]
-    try:
-        written = set(rendered(marked))
-    except Exception:  # it looks for something in the words that these have not
-        return []
-    # A turn with more keys may be one of calls, written as its calls.
-    left_out = [
-        place
-        for place, (turn, mark) in enumerate(zip(messages, marks, strict=True))
-        if mark not in written
-        and turn.keys() == {"role", "content"}
-        and "".join(texts_of(turn["content"])).strip()
-    ]
-    if not left_out:
-        return []
-    if len(messages) == 1:
-        raise UserError(f"the target's chat template leaves out the prompt's words{way_out}")
-    roles = [turn["role"] for turn in messages]
-    before = [role for role, mark in zip(roles[: left_out[-1] + 1], marks, strict=False) if mark in written]
-    cut = {roles[place] for place in left_out}
-    if (
-        "user" in cut
-        and not cut & set(_LEADING)
-        and set(before) <= set(_LEADING)
-        and "user" in roles[left_out[-1] + 1 :]
-    ):
-        return [f"the chat template leaves out what was said up to message {left_out[-1] + 1}"]
-    raise UserError(
-        f"the target's chat template leaves out message {left_out[0] + 1}, of role {roles[left_out[0]]!r}: "
-        "leave it out too, or give its words to another turn"
-    )

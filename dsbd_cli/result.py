@@ -43,7 +43,7 @@ class Stats:
         accepted_by_depth: [layer of the forest] -> [examined, accepted].
         widths, distinct_widths: draws, and distinct sequences, of each committed layer.
         prefill_s, decode_s: seconds inside the engine, what consumes the events left out.
-        tokens_per_s: new_tokens / decode_s.
+        tokens_per_s: new_tokens / decode_s: of this answer alone, also where others shared its forwards.
         kv_slots_peak: peak live slots of the target. kv_bytes_peak: peak live slots x bytes, target
             plus draft; kv_bytes_allocated: what the buffers hold.
         energy_j: joules of the decode window; energy_source says how measured, or why not.

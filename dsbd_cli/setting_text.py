@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -35,6 +36,17 @@ def parse_setting(name: str, value: Any) -> Any:
         wanted = special.get(name, "a whole number" if kind.startswith("int") else "a number")
         raise UserError(f"--{name.replace('_', '-')} must be {wanted}, not {value!r}") from None
     return value
+
+
+def told(name: str, value: Any) -> str:
+    """A setting as its option's name and value: `max-new-tokens 6`, `raw`, `stop ["."]`."""
+    option = name.replace("_", "-")
+    if value is True:
+        return option
+    if value is None or value is False:
+        return f"{option} {str(value).lower()}"
+    plain = isinstance(value, (int, float)) or (isinstance(value, str) and value.split() == [value])
+    return f"{option} {value if plain else json.dumps(value, ensure_ascii=False)}"
 
 
 def describe(values: Mapping[str, Any]) -> str:

@@ -66,7 +66,7 @@ class Settings:
         forest_nodes: of a forest, the most probable nodes, this many at most, wherever they stand; 0: all. Of gamma
             layers of W_S, which may then be larger than what the target is to compute.
         lookup: prompt lookup: at most so many tokens of what followed a beam's last ones where they stood
-            before, beside the draft's forest; 0: none.
+            before, beside the draft's forest; 0: none. Forests without the draft (`adaptive`) need none of it.
         prices: what nodes and layers of an adaptive forest cost: `auto` (measured on this machine, once), `off`
             (assumed from sizes) or a file that `dsbd doctor --measure` or `dsbd tune` wrote.
         tree: per-depth expansion of SpecInfer, or None for (2, 2, 1).

@@ -12,7 +12,9 @@ import torch
 import typer
 from typer.testing import CliRunner
 
+from dsbd_cli.again import AGAIN
 from dsbd_cli.cli import doctor, measured
+from dsbd_cli.loading import hung, processor
 from dsbd_cli.loading.ready import key
 from dsbd_cli.loading.source import parse_source
 from dsbd_cli.presets import load_preset
@@ -111,8 +113,15 @@ def test_presets_on_disk_are_seen(monkeypatch, tmp_path):
     assert after.startswith("target on disk")
 
 
+@pytest.mark.parametrize(("given", "named"), [(None, "smol"), ("mine.yaml", "mine.yaml")])
+def test_a_compiler_that_hung_is_tried_again_by_the_name_of_a_preset(monkeypatch, given, named):
+    monkeypatch.setattr(processor, "can_compile", lambda: True)
+    monkeypatch.setattr(hung, "remembered", lambda: f"cc had not ended (or by {AGAIN})")
+    assert f"(or by dsbd doctor --measure {named})" in doctor._devices(given)[0]
+
+
 def test_a_part_that_breaks_is_reported(monkeypatch):
-    def broken():
+    def broken(preset):
         raise RuntimeError("driver\nfell over")
 
     monkeypatch.setattr(doctor, "_devices", broken)

@@ -129,6 +129,49 @@ def test_messages_that_end_with_the_assistant_are_gone_on_with(tokenizer):
     assert turns[1] == {"role": "assistant", "content": "1, 2,"}
 
 
+@pytest.mark.parametrize(
+    ("written", "said", "told"),
+    [
+        ("m.content | trim", "1, 2,", None),
+        ("m.content | trim", " 1, 2, ", "strips the blanks around"),
+        ("m.content | trim", "1, 2 </s> ", "strips the blanks around"),
+        ("m.content.rstrip()", "1,\n", "strips the blanks around"),
+        ("m.content | capitalize", "so it is", "REFUSED"),
+        ("m.content[0] | upper }}{{ m.content[1:]", "so it is", "REFUSED"),
+        ("m.content[0] | upper }}{{ m.content[1:]", "So it is", None),
+        ("m.content | replace('is', 'was')", "so it is", "REFUSED"),
+        ("m.content.split('</think>')[-1]", "<think>hm</think>so", "REFUSED"),
+        ("m.content | replace('so', 'so ')", "so it is " * 9, "REFUSED"),
+    ],
+)
+@pytest.mark.parametrize("parts", [False, True])
+def test_a_turn_that_is_gone_on_with_is_never_rewritten_without_a_word(tmp_path, written, said, told, parts):
+    body = CHAT.replace("m.content", written)
+    if parts:
+        body = body.replace("m.content", "m.content[0].text")
+    tokenizer = builders.tok(tmp_path, chat_template=body)
+    content = (lambda text: [{"type": "text", "text": text}]) if parts else str
+    # The same words elsewhere in the conversation are not the turn's.
+    turns = [
+        {"role": "user", "content": content("so it is")},
+        {"role": "assistant", "content": content(said)},
+    ]
+    if told == "REFUSED":
+        with pytest.raises(
+            UserError, match=r"^the chat template writes the last message, .*[^\n]*$"
+        ) as refused:
+            ids(turns, tokenizer)
+        assert "\n" not in str(refused.value)
+        assert len(str(refused.value)) < 250
+        assert said.strip()[-20:] in str(refused.value)
+        return
+    found, notes = encode(turns, tokenizer, PLAIN, builders.VOCAB)
+    end = letters(tokenizer, said.strip())
+    assert found[-len(end) :] == end
+    assert [told] * len(notes) == [told for note in notes if told in note]
+    assert bool(notes) is (told is not None)
+
+
 def test_a_special_word_in_the_turn_that_is_gone_on_with_is_text(tokenizer):
     turns = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "the tag </s>"}]
     found = ids(turns, tokenizer)

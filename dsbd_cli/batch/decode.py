@@ -122,7 +122,7 @@ def one_by_one(
         notes: list[str] = []
         layers = 0
         if pulse is not None:
-            pulse(partial(Load, 1, 0, 0, 0, reading=1))
+            pulse(partial(Load, 1, 0, reading=1))
         try:
             for event in decoder.stream(*one):
                 if isinstance(event, Notice):
@@ -130,7 +130,7 @@ def one_by_one(
                 elif isinstance(event, Layer):
                     layers += 1
                 elif isinstance(event, Iteration) and pulse is not None:
-                    pulse(partial(Load, 1, 0, 0, 0, tokens=layers))
+                    pulse(partial(Load, 1, 0, tokens=layers))
                 elif isinstance(event, Finished):
                     yield Answer(index, event.result, None, notes)
         except UserError as error:

@@ -106,13 +106,9 @@ class BatchProgress:
 
     def _about(self, load: Load | None) -> list[str]:
         """How it goes, the most telling first."""
-        parts = []
-        if load is not None:
-            parts.append(_under_way(load))
+        parts = [] if load is None else _under_way(load)
         if (rate := ratio(self._accepted, self._examined)) is not None:
             parts.append(f"{rate:.0%} accepted")
-        if load is not None and load.slots:
-            parts.append(f"{load.free_slots / load.slots:.0%} of the cache free")
         if self._widths:
             parts.append(f"width {sum(self._widths) / len(self._widths):.1f}")
         return parts
@@ -123,15 +119,18 @@ class BatchProgress:
             f"{self._done}/{counted(of, 'prompt')}",
             f"{time.monotonic() - self._began:.0f} s",
             self._speed(load),
-            _under_way(load) if load is not None and load.running else "",
+            *(_under_way(load) if load is not None and load.running else []),
         ]
         return ", ".join(part for part in parts if part)
 
 
-def _under_way(load: Load) -> str:
+def _under_way(load: Load) -> list[str]:
     if load.running and load.reading == load.running:
-        return f"reading {load.reading} prompt{'' if load.reading == 1 else 's'}"
-    return f"{load.running} under way"
+        parts = [f"reading {counted(load.reading, 'prompt')}"]
+    else:
+        parts = [f"{load.running} under way"]
+    # They come in as others leave.
+    return [*parts, f"{load.waiting} wait for memory"] if load.waiting else parts
 
 
 def fitting(parts: Sequence[str], room: int) -> str:

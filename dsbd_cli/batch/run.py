@@ -222,7 +222,7 @@ def _prices(decoder: Decoder, settings: Settings, tell: Tell) -> str | None:
         tell(line)
     found = decoder.prices.look_up(settings)
     for note in found.notes:
-        tell(note)
+        tell(decoder.named(note))
     if found.prices is None:
         return None
     table = json.dumps(found.prices.to_dict(), sort_keys=True)

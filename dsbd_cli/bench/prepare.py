@@ -39,6 +39,7 @@ def open_pair(plan: Plan, world: World) -> Backend:
 
         pair = load_pair(spec, need_draft=need_draft, progress=show if world.rank == 0 else None)
     decoder = Decoder(pair, plan.settings)
+    decoder.preset = plan.chosen.preset_name()
     waiting.waiting("checking that forwards agree with the models' own")
     for arm in plan.arms:
         if not arm.hf:

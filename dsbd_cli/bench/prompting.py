@@ -43,12 +43,15 @@ class Prompter:
         """The next prompt of an item.
 
         Raises:
-            UserError: the chat template refuses it, or too few worked examples.
+            UserError: the chat template refuses it, messages in plain text, or too few worked examples.
         """
         examples = self.shots.of(item) if self.shots else ()
         build = item.messages if self.form == "chat template" else item.text
         prompt: Any = build(answers, examples)
-        return encode(prompt, self.tokenizer, self.settings, self.vocab_size)[0]
+        try:
+            return encode(prompt, self.tokenizer, self.settings, self.vocab_size)[0]
+        except UserError as error:
+            raise UserError(f"item {item.id}: {error}") from None
 
     def fits(self, ids: Sequence[int]) -> bool:
         """Whether the prompt leaves room for the whole budget."""
@@ -59,7 +62,7 @@ def check_prompts(prompter: Prompter, dataset: Dataset) -> Dataset:
     """The data set less the items whose first prompt does not fit; those are counted in `skipped`.
 
     Raises:
-        UserError: the template refuses a prompt, or no prompt fits.
+        UserError: a prompt cannot be asked (which), or none fits.
     """
     fitting, longest = [], 0
     for item in dataset.items:

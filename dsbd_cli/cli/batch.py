@@ -20,6 +20,11 @@ if TYPE_CHECKING:
     from dsbd_cli.result import Result
 
 _MOST = 4096
+# One prompt's own lines leave loading out, and are of one answer: the same words would look like another speed.
+_MEANS = {
+    "seconds": "of the whole run, loading included",
+    "tokens_per_s_in_all": "all answers together, over those seconds",
+}
 
 
 def many(
@@ -118,7 +123,7 @@ def print_totals(results: list[Result], seconds: float) -> None:
         "prompts": len(results),
         "new_tokens": tokens,
         "seconds": seconds,
-        "tokens_per_s": ratio(tokens, seconds),
+        "tokens_per_s_in_all": ratio(tokens, seconds),
         "layers_per_target_call": ratio(layers, calls),
         "acceptance_rate": ratio(accepted, examined),
         "energy_j": energy if joules else None,
@@ -126,8 +131,7 @@ def print_totals(results: list[Result], seconds: float) -> None:
     }
     for name, value in totals.items():
         shown = "n/a" if value is None else f"{value:.4g}" if isinstance(value, float) else value
-        # One prompt's own line leaves loading out: the same words would look like another speed.
-        what = "  (of the whole run, loading included)" if name == "seconds" else ""
+        what = f"  ({_MEANS[name]})" if name in _MEANS else ""
         print(f"{name:24} {shown}{what}", file=sys.stderr)
     undrafted = sum(NO_FOREST_PAYS in one.notes for one in stats)
     if undrafted:

@@ -79,7 +79,7 @@ def examine(preset: str | None = None) -> dict[str, Any]:
         "dsbd": lambda: __version__,
         "python": lambda: f"{platform.python_version()} ({sys.executable}), {platform.platform()}",
         "packages": _packages,
-        "devices": _devices,
+        "devices": lambda: _devices(preset),
         "energy": _energy,
         "hub": _hub,
         "cache": _cache,
@@ -107,12 +107,14 @@ def _packages() -> dict[str, str]:
     return found
 
 
-def _devices() -> list[str]:
+def _devices(preset: str | None) -> list[str]:
     import torch
 
+    from dsbd_cli.again import naming
     from dsbd_cli.decoding import level_here
     from dsbd_cli.loading import hung, processor
     from dsbd_cli.loading.hardware import choice, pick_dtype
+    from dsbd_cli.presets import DEFAULT_PRESET
     from dsbd_cli.prices import formats
 
     whole, coarse = (_dtype(pick_dtype("auto", torch.device("cpu"), few)) for few in (False, True))
@@ -129,7 +131,7 @@ def _devices() -> list[str]:
         auto = f"{', '.join(told)} (whichever is timed to be quicker), else {whole}"
     code = f"C code for {level_here()}" if processor.can_compile() else "no C compiler, or DSBD_NATIVE=0"
     if processor.can_compile() and (said := hung.remembered()) is not None:
-        code = f"no C code beyond what is compiled already: {said}"
+        code = f"no C code beyond what is compiled already: {naming(said, preset or DEFAULT_PRESET)}"
     lines = [f"cpu: {counted(torch.get_num_threads(), 'thread')}, {code}, dtype auto is {auto}"]
     for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
         about = torch.cuda.get_device_properties(index)

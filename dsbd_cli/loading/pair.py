@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from dsbd_cli.loading import compat, early, hardware, number_format, vocabulary
 from dsbd_cli.loading.cache import cache_root
 from dsbd_cli.loading.model import LoadedModel, load_config, load_tokenizer, load_weights
 from dsbd_cli.loading.place import Place, locate
-from dsbd_cli.loading.progress import Progress, silent
+from dsbd_cli.loading.progress import LOG, Progress, logged
 from dsbd_cli.loading.quiet import quiet_transformers
 from dsbd_cli.loading.shapes import refuse_other_ends, skeleton
 from dsbd_cli.loading.shared import examine, is_shared, load_shared
@@ -59,7 +60,8 @@ def load(
     cache_dir: str | Path | None = None,
 ) -> Pair:
     """See `dsbd_cli.loading.load_pair`."""
-    tell: Progress = progress or silent
+    tell: Progress = progress or logged()
+    begin = time.monotonic()
     cache = cache_root(cache_dir)
     want_draft = need_draft and spec.draft is not None
     sources = early.look(spec, need_draft=want_draft, cache_dir=cache)
@@ -75,6 +77,10 @@ def load(
     asked = [*early.of_hub(roles, {"target": spec.revision, "draft": spec.draft_revision}).values()]
     draft_place = locate(sources[1], "draft", spec.draft_revision, cache, tell, asked) if want_draft else None
     place = locate(sources[0], "target", spec.revision, cache, tell, asked)
+    for one in filter(None, (place, draft_place)):
+        LOG.info(
+            "loading %s %s from %s", one.role, one.source.name, one.folder if one.is_local else "the hub"
+        )
     trust = spec.trust_remote_code
     with quiet_transformers(downloads=progress is not None):
         config = load_config(place, trust)
@@ -136,6 +142,8 @@ def load(
         eos_ids=eos_ids,
     )
     notes += more if want_draft else []
+    there = [f"{one.name} ({one.dtype}, {one.device})" for one in (target, draft) if one is not None]
+    LOG.info("loaded %s in %.1f s", " + ".join(there).replace("torch.", ""), time.monotonic() - begin)
     return Pair(
         target=target,
         draft=draft,

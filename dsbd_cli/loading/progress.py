@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from typing import Any, Protocol
 
 from dsbd_cli.ui import waiting
 from dsbd_cli.ui.safe import one_line
+
+LOG = logging.getLogger("dsbd")
 
 
 class Progress(Protocol):
@@ -17,6 +20,18 @@ class Progress(Protocol):
 
 def silent(stage: str, done: int = 0, total: int = 0) -> None:
     """A `Progress` that says nothing."""
+
+
+def logged() -> Progress:
+    """A `Progress` that writes each stage once into the log, for programs that use the package."""
+    seen = set()
+
+    def tell(stage: str, done: int = 0, total: int = 0) -> None:
+        if stage not in seen:
+            seen.add(stage)
+            LOG.info("%s", stage)
+
+    return tell
 
 
 class TerminalProgress:

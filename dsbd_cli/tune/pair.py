@@ -44,7 +44,7 @@ class PairBench:
             raise UserError("the cache folder cannot be written: prices measured now would not be used later; "
                             "set DSBD_CACHE to a folder that can")  # fmt: skip
         for line in found.notes:
-            self._note(line)
+            self._note(self._decoder.named(line))
         return found.prices
 
     def look(self, settings: Settings) -> Seen:

@@ -10,6 +10,7 @@ from typing import NamedTuple, Protocol
 from dsbd_cli.prices import Acceptance, Prices, Shape, beams_of, best_forest, layers_per_ms
 from dsbd_cli.settings import ONE_BEAM_METHODS, Settings
 
+NAMED = ("method", "width", "threshold", "gamma", "draft_width", "forest")  # what `Trial.name` tells
 GAMMAS = (1, 2, 3, 4, 5, 6, 8)
 DRAFT_WIDTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24)
 THRESHOLDS = (0.7, 0.8, 0.9)

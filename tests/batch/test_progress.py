@@ -27,7 +27,7 @@ def test_the_count_and_the_time_left_are_never_cut(monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("COLUMNS", str(columns))
     progress = BatchProgress(1200, 7, lambda line: None, bar=True)
     progress._began -= 2.0
-    progress.step(result(), Load(running=64, waiting=3, free_slots=750, slots=1000))
+    progress.step(result(), Load(running=64, waiting=3))
     screen = Console(file=io.StringIO(), width=columns, force_terminal=True, color_system=None)
     screen.print(progress._bar.get_renderable())
     (line,) = screen.file.getvalue().splitlines()  # type: ignore[attr-defined]
@@ -35,7 +35,8 @@ def test_the_count_and_the_time_left_are_never_cut(monkeypatch: pytest.MonkeyPat
     assert "tok/s" in line
     assert re.search(r" \d:\d\d:\d\d( |$)", line)
     assert ("64 under way" in line) is (columns >= 60)
-    assert ("62% accepted" in line) is (columns >= 80)
+    assert ("3 wait for memory" in line) is (columns >= 80)
+    assert ("62% accepted" in line) is (columns >= 140)
     assert ("width 4.0" in line) is (columns >= 140)
     assert "\u2026" not in line
 
@@ -47,7 +48,7 @@ def test_the_time_left_counts_what_is_under_way(monkeypatch: pytest.MonkeyPatch)
     now[0] += 6.0
     # Two answers that end together after 6 s, six more under way: 5 of 40 are done, and the rest takes 42 s.
     for running in (7, 6):
-        progress.step(result(), Load(running=running, waiting=32, free_slots=750, slots=1000))
+        progress.step(result(), Load(running=running, waiting=32))
     assert progress._bar.tasks[0].fields["left"] == "0:00:42"
     # What an earlier run did says nothing about this one's speed.
     again = BatchProgress(40, 38, lambda line: None, bar=True)
@@ -59,7 +60,7 @@ def test_the_time_left_counts_what_is_under_way(monkeypatch: pytest.MonkeyPatch)
 
 
 def load(running: int = 8, reading: int = 0, tokens: int = 0) -> Load:
-    return Load(running, 0, 750, 1000, reading, tokens)
+    return Load(running, 0, reading, tokens)
 
 
 def test_a_bar_shows_what_is_under_way_before_the_first_answer(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -91,10 +92,10 @@ def test_without_a_bar_a_line_comes_soon_and_then_now_and_then(monkeypatch: pyte
         progress.pulse(lambda: pytest.fail("too soon"))
         progress.step(result(), load(tokens=5))
         now[0] += 0.2
-        progress.pulse(lambda: load(tokens=410))
+        progress.pulse(lambda: Load(running=8, waiting=2, tokens=410))
         now[0] += 29.0
         progress.step(result(), load())
-        assert told == ["4/40 prompts, 2 s, 500.0 tok/s, 8 under way"]
+        assert told == ["4/40 prompts, 2 s, 500.0 tok/s, 8 under way, 2 wait for memory"]
         now[0] += 2.0
         progress.step(result(), load(running=1, reading=1))
         now[0] += 10.0

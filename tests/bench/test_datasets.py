@@ -185,13 +185,14 @@ def test_a_file_of_prompts(tmp_path):
         [{"role": "user", "content": "hi"}],
         (),
     )
-    assert (second.id, second.text([]), second.references) == ("z", "x", ("y",))
+    turns = [{"role": "user", "content": "x"}]
+    assert (second.id, second.text([]), second.references) == ("z", turns, ("y",))
     other = write(tmp_path / "other.jsonl", path.read_text().replace('"prompt": [', '"messages": ['))
     assert plain.load(other).items == (first, second)
     parts = write(
         tmp_path / "parts.jsonl", path.read_text().replace('"x"', '[{"type": "text", "text": "x"}]')
     )
-    assert plain.load(parts).items[1].text([]) == "x"
+    assert plain.load(parts).items[1].messages([])[0]["content"] == [{"type": "text", "text": "x"}]
 
 
 @pytest.mark.parametrize(

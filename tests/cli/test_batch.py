@@ -109,6 +109,7 @@ def test_a_file_of_prompts(dsbd: Call, models: Models, tmp_path: Path) -> None:
         "prompts                  2",
         "new_tokens               6",
         "loading included",
+        "(all answers together, over those seconds)",
         "seed ",
     ):
         assert said in ran.err

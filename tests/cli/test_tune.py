@@ -17,6 +17,7 @@ from dsbd_cli.errors import UserError
 from dsbd_cli.presets import load_preset
 from dsbd_cli.prices import Curve, Prices, store
 from dsbd_cli.prices.measure import measure
+from dsbd_cli.prices.probe import measured_now
 from dsbd_cli.settings import Settings
 from tests.cli.conftest import Call, pair
 
@@ -55,6 +56,28 @@ def test_a_preset_is_written_and_can_be_used(dsbd: Call, options: list[str], tmp
     assert any("ms by nodes" in line for line in report["prices"])
 
 
+def test_what_was_given_is_in_the_preset_and_said_less_the_seed(
+    dsbd: Call, options: list[str], tmp_path: Path
+) -> None:
+    more = ["--seed", "7", "--stop", "x y", "--top-p", "1", "--width", "2"]
+    ran = dsbd("tune", *options, *more, stdin=b"hello\n")
+    said = ran.text.splitlines()[-1]
+    assert "width 2" in said.partition("; as given: ")[0]
+    given = said.partition("; as given: ")[2]
+    assert {"max-new-tokens 6", 'stop ["x y"]', "top-p 1.0"} <= set(given.split(", "))
+    names = [part.split()[0] for part in given.split(", ")]
+    assert sorted(names) == ["draft", "max-new-tokens", "stop", "target", "top-p"]
+    settings = load_preset(tmp_path / "mine.yaml").settings
+    assert (settings.max_new_tokens, settings.stop, settings.top_p, settings.seed) == (6, ("x y",), 1.0, None)
+    # A preset's own seed is a setting like any other.
+    seeded = tmp_path / "seeded.yaml"
+    seeded.write_text((tmp_path / "mine.yaml").read_text().replace("seed: null", "seed: 3"))
+    dsbd(
+        "tune", "--preset", seeded, "--seed", "7", "--quick", "--out", tmp_path / "new.yaml", stdin=b"hello\n"
+    )
+    assert load_preset(tmp_path / "new.yaml").settings.seed == 3
+
+
 def test_on_a_busy_machine_the_prices_of_a_calm_moment_stay(
     dsbd: Call, options: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -74,6 +97,27 @@ def test_on_a_busy_machine_the_prices_of_a_calm_moment_stay(
     assert "the machine was busy (others took 61%): the prices timed  stay" in ran.err
     assert "61%" not in (tmp_path / "mine.yaml").read_text()
     assert [one.busy for _, one in store.listed()] == [""]
+
+
+@pytest.mark.parametrize("dtype", [[], ["--dtype", "bfloat16"]])
+def test_whatever_is_said_of_busy_prices_names_the_preset_that_measures_them_anew(
+    dsbd: Call, models, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, dtype: list[str]
+) -> None:
+    monkeypatch.delenv("DSBD_PRICES", raising=False)
+    monkeypatch.setenv("DSBD_CACHE", str(tmp_path / "cache"))
+    moment = measured_now(0.6)
+    prices = Prices(Curve((1,), (1.0,)), Curve((1,), (0.5,)), 0.0, moment.origin, moment.busy)
+    monkeypatch.setattr("dsbd_cli.prices.pair.measure", lambda *_: prices)
+    given = tmp_path / "given.yaml"
+    given.write_text(f"target: {models('rand', seed=1)}\ndraft: {models('rand', seed=2)}\n")
+    options = ["--preset", str(given), *dtype, "--max-new-tokens", "6"]
+    told = dsbd("generate", "hello", *options, "--stats", "--seed", "1")
+    tuned = dsbd("tune", *options, "--quick", "--out", tmp_path / "mine.yaml", stdin=b"hello\n")
+    answer = dsbd("generate", "hello", *options, "--json").json
+    name = "PRESET" if dtype else str(given)  # no preset holds the pair in another format
+    written = (tmp_path / "mine.yaml").read_text()
+    for said in (told.err, tuned.err, written, answer["stats"]["paths"]["prices"]):
+        assert re.findall(r"dsbd doctor --measure (\S+)", " ".join(said.split())) == [name], said
 
 
 def test_the_bar_counts_only_what_has_a_count(monkeypatch: pytest.MonkeyPatch) -> None:

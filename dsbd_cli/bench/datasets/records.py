@@ -14,7 +14,6 @@ from dsbd_cli.bench.datasets.files import unique
 from dsbd_cli.bench.datasets.prompts import Example, Message, as_text, as_turns
 from dsbd_cli.bench.datasets.spider_prompt import Schema
 from dsbd_cli.errors import UserError
-from dsbd_cli.turns import texts_of
 
 
 class Item(Protocol):
@@ -33,8 +32,8 @@ class Item(Protocol):
         """The next prompt as chat messages."""
         ...
 
-    def text(self, answers: Sequence[str], examples: Sequence[Example] = ()) -> str:
-        """The next prompt as plain text, for models without a chat template."""
+    def text(self, answers: Sequence[str], examples: Sequence[Example] = ()) -> str | list[Message]:
+        """The next prompt as plain text, for models without a chat template; messages of a file stay what they are."""
         ...
 
 
@@ -140,10 +139,8 @@ class PlainItem:
             return [{"role": "user", "content": self.prompt}]
         return [dict(message) for message in self.prompt]
 
-    def text(self, answers: Sequence[str], examples: Sequence[Example] = ()) -> str:
-        if isinstance(self.prompt, str):
-            return self.prompt
-        return "\n".join("".join(texts_of(message.get("content"))) for message in self.prompt)
+    def text(self, answers: Sequence[str], examples: Sequence[Example] = ()) -> str | list[Message]:
+        return self.prompt if isinstance(self.prompt, str) else self.messages(answers)
 
 
 @dataclass(frozen=True)

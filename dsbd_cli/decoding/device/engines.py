@@ -319,6 +319,8 @@ def _least(demand: Demand) -> int:
 def _why_not(target: HfTreeModel, draft: HfTreeModel | None, demand: Demand) -> str | None:
     """What keeps these models' forwards from being captured as one; None where nothing does."""
     if not target.captured or (draft is not None and not draft.captured):
+        if target.device.type != "cuda":
+            return "that is for GPUs"
         return "one of the models is not captured" if draft is not None else "the model is not captured"
     if not target.logits.size:
         return "full logits are needed"

@@ -39,6 +39,7 @@ from dsbd_cli.prices import Prices
 _CHUNK = 2048
 # Slots and mask rows to start with; both double when they run out.
 _SIZES = 512, 64
+_NO_GPU = "there are none on this device"
 _CAPTURED_SIZES = 2048, 512
 
 
@@ -116,7 +117,7 @@ class HfTreeModel(Told):
         self._capture = self.device.type == "cuda" if graphs is None else graphs
         self._why_no_graphs = "" if self._capture else "it was not asked for"
         if graphs is None and not self._capture:
-            self._why_no_graphs = "there are none on this device"
+            self._why_no_graphs = _NO_GPU
         if self._capture and (reason := why_not(module) or why_not_captured(module)):
             self._no_graphs(reason)
         self._fused = backends.why_not_fused(module)
@@ -212,10 +213,13 @@ class HfTreeModel(Told):
         return self._border is None and why_not_shared(self.model) is None
 
     def describe(self) -> str:
-        """Which forward serves this model, and whether it is captured: one sentence."""
-        captured = "captured as CUDA graphs" if self._capture else f"no CUDA graphs ({self._why_no_graphs})"
+        """Which forward serves this model, and beside a GPU whether it is captured: one sentence."""
         own = "" if self._fused is None else f" (no fused forward: {self._fused})"
-        return f"{self._forward.describe()}{own}; {captured}"
+        told = f"{self._forward.describe()}{own}"
+        if self._why_no_graphs == _NO_GPU:
+            return told
+        captured = "captured as CUDA graphs" if self._capture else f"no CUDA graphs ({self._why_no_graphs})"
+        return f"{told}; {captured}"
 
     def side(self) -> Side:
         """What captured iterations need of this model."""

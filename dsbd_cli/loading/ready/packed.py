@@ -23,7 +23,7 @@ import numpy as np
 
 from dsbd_cli.errors import let_by
 
-_LOG = logging.getLogger(__name__)
+_LOG = logging.getLogger("dsbd")
 _MAGIC = b"dsbd packed weights 1\n"
 _LENGTH = 8
 _LINE = 64
