@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from dsbd_cli.errors import UserError
+from dsbd_cli.errors import UserError, let_by
 from dsbd_cli.messages import NOT_RAW, ask_nothing, check, is_blank
 from dsbd_cli.names import near
 from dsbd_cli.settings import Settings, broken
@@ -187,6 +187,7 @@ def _template(messages: list[dict[str, Any]], tokenizer: Any, way_out: str) -> t
     try:
         text = rendered(quoted)
     except Exception as error:  # jinja raises many kinds; all of them are the template's own words
+        let_by(error)
         check_parts(messages, rendered)
         if goes_on and renders(quoted, tokenizer):
             raise rewritten(messages) from None

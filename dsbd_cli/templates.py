@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from dsbd_cli.errors import UserError
+from dsbd_cli.errors import UserError, let_by
 from dsbd_cli.turns import in_parts, spoken, texts_of
 
 _LEADING = ("system", "developer")  # of turns that stand before a conversation
@@ -37,7 +37,8 @@ def renders(messages: list[dict[str, Any]], tokenizer: Any) -> bool:
     """Whether the template takes the messages where none is gone on with."""
     try:
         tokenizer.apply_chat_template(messages, tokenize=False)
-    except Exception:
+    except Exception as error:
+        let_by(error)
         return False
     return True
 
@@ -62,14 +63,16 @@ def check_parts(messages: list[dict[str, Any]], rendered: Callable[[list[dict[st
         return
     try:
         written = rendered(messages)
-    except Exception:
+    except Exception as error:
+        let_by(error)
         whole = [
             turn | {"content": "".join(texts_of(turn["content"]))} if place in places else turn
             for place, turn in enumerate(messages)
         ]
         try:
             rendered(whole)
-        except Exception:  # not for the parts
+        except Exception as error:  # not for the parts
+            let_by(error)
             return
     else:
         parts = [part for place in places for part in messages[place]["content"]]
@@ -102,7 +105,8 @@ def check_whole(
     marked = [spoken(turn, lambda _, mark=mark: mark) for turn, mark in zip(messages, marks, strict=True)]  # type: ignore[misc]
     try:
         written = set(rendered(marked))
-    except Exception:  # it looks for something in the words that these have not
+    except Exception as error:  # it looks for something in the words that these have not
+        let_by(error)
         return []
     # A turn with more keys may be one of calls, written as its calls.
     left_out = [

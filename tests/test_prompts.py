@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import signal
 
 import pytest
 from tokenizers import decoders, normalizers, pre_tokenizers
@@ -11,6 +12,7 @@ from dsbd_cli.errors import UserError
 from dsbd_cli.messages import is_blank
 from dsbd_cli.prompts import encode
 from dsbd_cli.settings import Settings
+from dsbd_cli.templates import renders
 from tests import builders
 
 CHAT = (
@@ -508,3 +510,26 @@ def test_words_that_a_template_shortens_are_not_left_out(tmp_path):
     text, _ = said(turns, one)
     assert "[assistant]b" in text
     assert "well" not in text
+
+
+def test_a_time_limit_of_the_callers_is_no_fault_of_the_template(tmp_path):
+    class TooSlow(Exception):
+        pass
+
+    def alarm(*_: object) -> None:
+        raise TooSlow
+
+    class Slow:
+        chat_template = "{{ messages }}"
+        all_special_tokens: list[str] = []
+
+        def apply_chat_template(self, *_: object, **__: object) -> str:
+            signal.raise_signal(signal.SIGALRM)
+            return ""
+
+    before = signal.signal(signal.SIGALRM, alarm)
+    try:
+        with pytest.raises(TooSlow):
+            renders([{"role": "user", "content": "Hi"}], Slow())
+    finally:
+        signal.signal(signal.SIGALRM, before)

@@ -172,6 +172,8 @@ class Attention:
             begins, used: int64 [R], where each request's slots begin, and how many to look at.
             scaling: of the scores.
 
+        What `mask`, `begins` and `used` hold is written before the kernel in front of this one begins.
+
         Returns:
             [N, heads x size] in the model's order of heads.
         """

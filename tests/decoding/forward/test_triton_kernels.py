@@ -175,6 +175,38 @@ def test_layers_whose_sums_are_normed_at_once_are_layers_one_by_one(tmp_path):
     assert group.normed == 2 * 2 * len(model.model.layers)  # of the prompt and of the tree
 
 
+def layer_of(kernels: Kernels, count: int) -> list[torch.Tensor]:
+    """What five kernels make of the first `count` of many nodes: values, the layer's output, logits."""
+    kind, many, used = DTYPES[1], 44, 150
+    cos, sin = (noise(256, 64, dtype=kind, seed=i) for i in range(2))
+    keys, values = (noise(1, 2, 256, 64, dtype=kind, seed=i) for i in (2, 3))
+    sizes = [(60, 128), (128,), (512, 128), (128, 256), (128,), (384, 128), (128, 192), (128,), (320, 128)]
+    embed, norm, qkv, out, after, gate_up, down, last, head = (
+        0.3 * noise(*size, dtype=kind, seed=4 + i) for i, size in enumerate(sizes)
+    )
+    mask = torch.where(torch.rand(many, 256, generator=torch.Generator().manual_seed(9)) < 0.8, 0.0, -9e4)
+    ids = torch.arange(many, device=DEVICE)
+    begins, length = torch.zeros(1, dtype=torch.long, device=DEVICE), torch.tensor([used], device=DEVICE)
+    mask = mask.to(DEVICE, kind)[:count]
+    if DEVICE == "cuda":
+        torch.cuda.synchronize()
+    products = kernels.products
+    rows, *turns = products.start(ids[:count], ids[:count] + 99, embed, norm, (cos, sin))
+    query = products.heads(rows, 1e-5, qkv, None, None, 0.0, *turns, ids[:count] + 100, keys, values, 4)
+    seen = kernels.attend(query, keys, values, mask, begins, length, 0.125)
+    rows = products.residual(seen, out, None, rows, after)
+    rows = products.residual(products.gated(rows, 1e-5, gate_up), down, None, rows, last)
+    return [values[:, :, 100 : 100 + count], rows.x, rows.scaled, products.logits(rows, 1e-5, head)]
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="nothing starts early under the interpreter")
+@pytest.mark.parametrize("count", [4, 44])
+def test_what_starts_early_computes_the_same(count):
+    wanted, early = layer_of(Kernels(), count), Kernels(torch.device(DEVICE))
+    for _ in range(20):
+        assert all(torch.equal(*pair) for pair in zip(wanted, layer_of(early, count), strict=True))
+
+
 def test_a_forward_begins_with_embeddings_and_turns_of_tensors_of_any_stride():
     embed, norm = noise(50, 96, dtype=DTYPES[1]), noise(96, dtype=DTYPES[1], seed=1)
     turns = noise(40, 24, dtype=DTYPES[1], seed=2), noise(40, 24, dtype=DTYPES[1], seed=3)
