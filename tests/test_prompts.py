@@ -521,7 +521,6 @@ def test_a_time_limit_of_the_callers_is_no_fault_of_the_template(tmp_path):
 
     class Slow:
         chat_template = "{{ messages }}"
-        all_special_tokens: list[str] = []
 
         def apply_chat_template(self, *_: object, **__: object) -> str:
             signal.raise_signal(signal.SIGALRM)
