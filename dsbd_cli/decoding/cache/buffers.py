@@ -467,3 +467,22 @@ class LogitStore:
         return Row(
             self._tokens(np.arange(len(logps))), logps
         )  # a head may have fewer rows than there are tokens
+
+
+class Told:
+    """The part of a `model.protocol.TreeModel` that is answered from its nodes' logits.
+
+    Attributes:
+        logits: of the nodes that are known.
+    """
+
+    logits: LogitStore
+
+    def has_logits(self, node: Node) -> bool:
+        return node in self.logits
+
+    def joint(self, parents: Sequence[Node], scores: Sequence[float], processor: LogitsProcessor) -> Support:
+        return self.logits.joint(parents, scores, processor)
+
+    def best(self, node: Node, count: int) -> tuple[np.ndarray, np.ndarray]:
+        return self.logits.best(node, count)

@@ -146,9 +146,9 @@ def fused(linears: Sequence[Any], kind: type, columns: Tensor | None = None) -> 
     return kind(weight, bias)
 
 
-def kept_of(keep: Tensor | None, seen: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
-    """Both, or the rows of both that `keep` (int64 [K]) names."""
-    return (seen, x) if keep is None else (seen[keep], x[keep])
+def kept_of(keep: Tensor, seen: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+    """The rows of both that `keep` (int64 [K]) names."""
+    return seen[keep], x[keep]
 
 
 def can_pack(dtype: torch.dtype) -> bool:

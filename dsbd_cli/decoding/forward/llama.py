@@ -208,7 +208,9 @@ class _Layer:
             keep: int64 [K], the nodes that go on behind attention; None: all.
         """
         seen = self.seen(self._rms(x, self.before.weight, self.before.eps), cache, cos, sin, mask)
-        x = self.out(*kept_of(keep, seen, x))
+        if keep is not None:
+            seen, x = kept_of(keep, seen, x)
+        x = self.out(seen, x)
         return self.down(self.inner(self._rms(x, self.after.weight, self.after.eps)), x)
 
     def seen(self, normed: Tensor, cache: KVBuffer, cos: Tensor, sin: Tensor, mask: Tensor | None) -> Tensor:

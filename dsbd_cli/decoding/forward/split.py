@@ -75,7 +75,8 @@ class SplitLayers:
         for i, layer in enumerate(self._layers):
             between(i)
             seen = layer.seen(normed, cache, cos, sin, mask)
-            seen, x = kept_of(keep if i + 1 == len(self._layers) else None, seen, x)
+            if keep is not None and i + 1 == len(self._layers):
+                seen, x = kept_of(keep, seen, x)
             x, normed = layer.out.normed(seen, x, layer.after, self._rms)
             x, normed = layer.down.normed(layer.inner(normed), x, self._norms[i + 1], self._rms)
         return normed

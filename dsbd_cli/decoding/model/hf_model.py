@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dsbd_cli.decoding.cache.buffers import LogitStore, Span
+from dsbd_cli.decoding.cache.buffers import LogitStore, Span, Told
 from dsbd_cli.decoding.cache.tree_cache import Plan, TreeCache
 from dsbd_cli.decoding.forward import backends
 from dsbd_cli.decoding.forward.attention import without_planning
@@ -28,7 +28,6 @@ from dsbd_cli.decoding.forward.selftest import Verdict, check_tree, refusal, ref
 from dsbd_cli.decoding.forward.ways import Ways
 from dsbd_cli.decoding.forward.whole import WholeForward
 from dsbd_cli.decoding.model.protocol import Side
-from dsbd_cli.decoding.model.told import Told
 from dsbd_cli.decoding.tree.sequences import Node
 from dsbd_cli.errors import UserError
 from dsbd_cli.loading.architecture import device_of, head_rows, input_rows, rope_border

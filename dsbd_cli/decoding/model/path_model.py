@@ -15,11 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dsbd_cli.decoding.cache.buffers import LogitStore
+from dsbd_cli.decoding.cache.buffers import LogitStore, Told
 from dsbd_cli.decoding.forward.capture import OverlapClock
 from dsbd_cli.decoding.forward.hf import context_limit
 from dsbd_cli.decoding.forward.kernels import keep_logits
-from dsbd_cli.decoding.model.told import Told
 from dsbd_cli.decoding.tree.sequences import Node
 from dsbd_cli.errors import let_by
 

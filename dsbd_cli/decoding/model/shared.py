@@ -13,7 +13,7 @@ from typing import NamedTuple, cast
 import torch
 from torch import Tensor
 
-from dsbd_cli.decoding.cache.buffers import LogitStore, Span, Stores
+from dsbd_cli.decoding.cache.buffers import LogitStore, Span, Stores, Told
 from dsbd_cli.decoding.cache.logits import Best, unpack
 from dsbd_cli.decoding.cache.prefixes import Prefixes
 from dsbd_cli.decoding.cache.regions import Regions
@@ -23,7 +23,6 @@ from dsbd_cli.decoding.forward.attention import without_planning
 from dsbd_cli.decoding.forward.kernels import keep_logits, landing_logits, top_logits
 from dsbd_cli.decoding.model.hf_model import HfTreeModel
 from dsbd_cli.decoding.model.protocol import Compute, Side
-from dsbd_cli.decoding.model.told import Told
 from dsbd_cli.decoding.tree.sequences import Node, common_ancestor
 
 # Prompt tokens a forward: what decodes meanwhile waits no longer than that.

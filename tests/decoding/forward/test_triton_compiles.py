@@ -98,7 +98,7 @@ def test_steps_between_large_products_and_attention(device, shared, kind):
     exact = kind == "fp32"
     for dim in (64, 128, 256):
         tile = attention.tile(184, dim, exact)
-        found.append(
-            compiled(triton_attention._attend, device, kind, how | tile, EXACT=exact, LEAST=512, DIM=dim)
-        )
+        for eights in (False, True):
+            given = {"EXACT": exact, "LEAST": 512, "DIM": dim, "AHEAD": device >= 90, "EIGHTS": eights}
+            found.append(compiled(triton_attention._attend, device, kind, how | tile, **given))
     assert max(kernel.metadata.shared for kernel in found) <= shared
