@@ -120,6 +120,23 @@ def test_a_compiler_that_hung_is_tried_again_by_the_name_of_a_preset(monkeypatch
     assert f"(or by dsbd doctor --measure {named})" in doctor._devices(given)[0]
 
 
+def test_people_are_told_what_the_figures_are(monkeypatch):
+    figures = {
+        "formats": ["one: int8; ms of a slice by nodes: 1 at 1"],
+        "prices": ["one: ms by nodes: 1 at 1"],
+    }
+    monkeypatch.setattr(doctor, "examine", lambda preset: figures)
+    told = CliRunner().invoke(app, []).stdout
+    for words in (
+        "milliseconds of a few of its layers over so many tokens",
+        "milliseconds of one forward over",
+    ):
+        assert told.count(words) == 1
+    assert json.loads(CliRunner().invoke(app, ["--json"]).stdout) == figures
+    monkeypatch.setattr(doctor, "examine", lambda preset: {"formats": [], "prices": "cannot be examined"})
+    assert "milliseconds" not in CliRunner().invoke(app, []).stdout
+
+
 def test_a_part_that_breaks_is_reported(monkeypatch):
     def broken(preset):
         raise RuntimeError("driver\nfell over")

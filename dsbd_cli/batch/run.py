@@ -40,6 +40,18 @@ _SAMPLES = 64  # numbers of each weight that go into its fingerprint
 Tell = Callable[[str], None]
 
 
+class Refused(UserError):
+    """Prompts that were refused, once all others are done.
+
+    Attributes:
+        results: of those others, as the run would have returned them.
+    """
+
+    def __init__(self, line: str, results: list[Result]) -> None:
+        super().__init__(line)
+        self.results = results
+
+
 def run_file(
     chosen: Chosen, source: Path, output: Path, tell: Tell, *, bar: bool, batch: str = AUTO
 ) -> list[Result]:
@@ -54,8 +66,8 @@ def run_file(
         The results decoded by this process, now.
 
     Raises:
-        UserError: input, output or settings that cannot work; or, once all others are done, prompts
-            that were refused.
+        UserError: input, output or settings that cannot work.
+        Refused: once all others are done, if any prompt was refused.
         RunError: the run broke; what was written stays and the same command goes on from there.
     """
     if source.absolute() == output.absolute():
@@ -132,7 +144,7 @@ def run_file(
         _say_unfinished(results, tell, f"`finished` in {output}", " given now" if resumed else "")
         if not seed_given and shard.rank == 0 and not draws_nothing(settings):
             tell(f"seed {seed}")
-        _say_refused(refused_before | refused, len(mine), source, output)
+        _say_refused(refused_before | refused, len(mine), source, output, results)
         return results
     finally:
         store.close()
@@ -151,21 +163,27 @@ def _say_done(store: Store, total: int, source: Path, output: Path, tell: Tell) 
     """All prompts have their records already."""
     store.finish()  # a kill behind the last record leaves a part
     tell(f"{all_are(total, 'prompt')} done already: {output}")
-    _say_refused(store.refused, total, source, output)
+    _say_refused(store.refused, total, source, output, [])
 
 
-def _say_refused(refused: Mapping[int, str], total: int, source: Path, output: Path) -> None:
+def _say_refused(
+    refused: Mapping[int, str], total: int, source: Path, output: Path, results: list[Result]
+) -> None:
     """A run ends alike whether its prompts were refused now or by the run that it went on from.
 
     Args:
-        refused: why, by index.
+        refused: why, by index. results: of the others.
+
+    Raises:
+        Refused: if any was.
     """
     if refused:
         others = "; the others are done" if len(refused) < total else ""
         first = min(refused)
         why = f"{_counted(source)} {first + 1}: {refused[first]}"
-        raise UserError(
-            f"{of_were(len(refused), total, 'prompt')} refused{others}; {why} (all in `error` of {output})"
+        raise Refused(
+            f"{of_were(len(refused), total, 'prompt')} refused{others}; {why} (all in `error` of {output})",
+            results,
         )
 
 
@@ -272,7 +290,7 @@ def run_lines(
 
     Raises:
         Stopped: by Ctrl-C, with how many lines were written.
-        UserError: after the last line, if any prompt was refused.
+        Refused: after the last line, if any prompt was.
     """
     import json as encoder
 
@@ -313,10 +331,10 @@ def run_lines(
     notes.finish()
     if not json:
         _say_unfinished(results, tell, "--json")
-    if settings.seed is None and not draws_nothing(settings):
+    if results and settings.seed is None and not draws_nothing(settings):
         tell(f"seed {seed}")
     if refused:
-        raise UserError(f"{of_were(len(refused), total, 'prompt')} refused; {refused[0]}")
+        raise Refused(f"{of_were(len(refused), total, 'prompt')} refused; {refused[0]}", results)
     return results
 
 

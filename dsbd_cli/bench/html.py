@@ -14,6 +14,7 @@ from dsbd_cli.bench.paired_tables import comparisons
 from dsbd_cli.bench.table import Table
 from dsbd_cli.bench.terminal import batch_line, energy_line, has_scores
 from dsbd_cli.counted import counted
+from dsbd_cli.wording import ending, said
 
 Run = Mapping[str, Any]
 
@@ -150,7 +151,7 @@ def _head(run: Run, several: bool) -> str:
         if column.meaning
     )
     title = f"<h2>{escape(run['name'])}</h2>" if several else ""
-    for note in run["warnings"]:
+    for note in map(said, run["warnings"]):
         warning += f'<p class="warn">{escape(note[0].upper() + note[1:])}.</p>'
     return (
         f"{title}{warning}{findings(run)}<h2>Results</h2>{shown(results)}"
@@ -228,11 +229,16 @@ def _examples(run: Run, results: Sequence[Mapping[str, Any]], count: int = 3) ->
             outcome = (record["score"] or {}).get("outcome") or ""
             text = "\n\n".join(turn["text"] for turn in record["turns"]).strip()
             rows.append(
-                [record["arm"], text[:600] or "(empty)", outcome, record["turns"][-1]["finish_reason"]]
+                [
+                    record["arm"],
+                    text[:600] or "(empty)",
+                    outcome,
+                    ending(record["turns"][-1]["finish_reason"]),
+                ]
             )
         blocks.append(
             f"<details><summary>{escape(item)}</summary>"
-            f'<div class="answers">{grid(["arm", "answer", "outcome", "ended by"], rows)}</div></details>'
+            f'<div class="answers">{grid(["arm", "answer", "outcome", "end"], rows)}</div></details>'
         )
     return f"<h2>Some answers</h2>{''.join(blocks)}" if blocks else ""
 

@@ -54,12 +54,12 @@ def busy(session: Session) -> str | None:
     """What a reader of a session's clocks must know of others' work meanwhile; None for nothing."""
     if session.get("others") is not None:
         said = took(float(session["others"]))
-        return None if said is None else f"{said}; its clocks tell of their work too"
+        return None if said is None else f"{said}, so that its speeds are lower than an idle machine's"
     if _load(session) < _LOADED:
         return None
     return (
         f"it began at a load average of {session['load']:.1f} on {counted(_cores(session), 'core')} (what this "
-        "machine did in the minute before, its own loading included); its clocks may tell of others' work"
+        "machine did in the minute before, its own loading included); its speeds may be lower than an idle machine's"
     )
 
 

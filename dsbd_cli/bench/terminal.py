@@ -13,6 +13,7 @@ from typing import Any
 from dsbd_cli.bench import tables
 from dsbd_cli.bench.table import Table
 from dsbd_cli.counted import counted
+from dsbd_cli.wording import said
 
 
 def text_table(names: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -85,12 +86,22 @@ def summary_text(folder: Path, width: int | None = None) -> str:
         if run["batch"]:
             out.write(in_width(batch_line(run), width) + "\n")
         for warning in run["warnings"]:
-            out.write(in_width(f"note: {warning}", width) + "\n")
+            out.write(in_width(f"note: {said(warning)}", width) + "\n")
         for table in (tables.results(run), tables.turns(run), tables.outcomes(run)):
             if table.rows:
                 out.write("\n" + table_text(table, width) + "\n")
+        if run["baseline"]:
+            out.write("\n" + in_width(_legend(tables.results(run)), width) + "\n")
     out.write(f"\nreport: {folder / 'report.html'}\n")
     return out.getvalue()
+
+
+def _legend(results: Table) -> str:
+    """What the columns beside the speeds say, which a head of two words cannot; the report explains all of them."""
+    told = [
+        f"{column.head}: {column.meaning}" for column in results.columns if column.head.startswith("x base")
+    ]
+    return f"{'; '.join(told)}. The report says what every column means."
 
 
 def table_text(table: Table, width: int | None) -> str:

@@ -15,6 +15,7 @@ from dsbd_cli.cli.output import Out
 from dsbd_cli.errors import UserError
 from dsbd_cli.tally import NO_FOREST_PAYS, ratio
 from dsbd_cli.ui.look import is_terminal, panel_stream
+from dsbd_cli.wording import said
 
 if TYPE_CHECKING:
     from dsbd_cli.result import Result
@@ -43,7 +44,7 @@ def many(
     """Answer many prompts with one load of the pair.
 
     Raises:
-        UserError: options that exclude each other, input that cannot be read, prompts refused.
+        UserError: options that exclude each other, input that cannot be read, prompts refused (told last).
     """
     form = "--lines" if lines else "--input"
     if lines and (source is not None or output is not None):
@@ -58,13 +59,20 @@ def many(
         if path == Path("-"):
             raise UserError(f"{name} - is no file: for stdin and stdout there is --lines")
     check_batch(batch)
-    begin = time.monotonic()
-    results = _from_stdin(chosen, tell, json, quiet, batch) if source is None or output is None else _from_file(
-        chosen, source, output, tell, quiet, batch)  # fmt: skip
-    if lines and not results:
+    from dsbd_cli.batch.run import Refused
+
+    begin, refused = time.monotonic(), None
+    try:
+        results = _from_stdin(chosen, tell, json, quiet, batch) if source is None or output is None else _from_file(
+            chosen, source, output, tell, quiet, batch)  # fmt: skip
+    except Refused as error:  # the others were answered, and count
+        results, refused = error.results, error
+    if lines and not results and refused is None:
         tell("stdin held no prompt: nothing was decoded")
     if stats:
         print_totals(results, time.monotonic() - begin)
+    if refused is not None:
+        raise refused
 
 
 def check_batch(batch: str) -> None:
@@ -136,4 +144,4 @@ def print_totals(results: list[Result], seconds: float) -> None:
     undrafted = sum(NO_FOREST_PAYS in one.notes for one in stats)
     if undrafted:
         of = "" if undrafted == len(stats) else f" ({undrafted} of {len(stats)} prompts)"
-        print(f"{'note':24} {NO_FOREST_PAYS}{of}", file=sys.stderr)
+        print(f"{'note':24} {said(NO_FOREST_PAYS)}{of}", file=sys.stderr)

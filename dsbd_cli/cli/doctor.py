@@ -31,6 +31,11 @@ _NOTHING = {
     "prices": "none measured yet (the first run of a pair does)",
     "host": "not measured (the host's share of a batch beside a GPU)",
 }
+# What people are told below the figures; JSON has the figures alone.
+_MEANS = {
+    "formats": "(ms of a slice by nodes: milliseconds of a few of its layers over so many tokens at once)",
+    "prices": "(ms by nodes: milliseconds of one forward over so many tokens at once)",
+}
 
 
 def doctor(
@@ -63,6 +68,8 @@ def doctor(
         if isinstance(value, dict):
             value = [f"{key}: {inner}" for key, inner in value.items()]
         lines = value if isinstance(value, list) else [value]
+        if name in _MEANS and any("by nodes:" in line for line in lines):
+            lines = [*lines, _MEANS[name]]
         for place, line in enumerate(lines or [_NOTHING[name]]):
             # Names come out of files that anyone may have written.
             shown = escaped(line).replace("\n", "\\n")
@@ -128,7 +135,7 @@ def _devices(preset: str | None) -> list[str]:
             f"{' or '.join(one.name for one in formats_)} for weights {kind}"
             for kind, formats_ in open_.items()
         ]
-        auto = f"{', '.join(told)} (whichever is timed to be quicker), else {whole}"
+        auto = f"{'; '.join(told)} (whichever is timed to be quicker); else {whole}"
     code = f"C code for {level_here()}" if processor.can_compile() else "no C compiler, or DSBD_NATIVE=0"
     if processor.can_compile() and (said := hung.remembered()) is not None:
         code = f"no C code beyond what is compiled already: {naming(said, preset or DEFAULT_PRESET)}"

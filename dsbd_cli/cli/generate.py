@@ -21,6 +21,7 @@ from dsbd_cli.paths import refuse_foreign, refuse_unwritable
 from dsbd_cli.trace import RECORD
 from dsbd_cli.ui.look import is_terminal, panel_stream
 from dsbd_cli.ui.summary import few_beams, unfinished
+from dsbd_cli.wording import said
 
 if TYPE_CHECKING:
     from dsbd_cli.decoding import Event
@@ -245,7 +246,7 @@ def print_stats(result: Result) -> None:
 
     stats = asdict(result.stats)
     lines = [f"{'method':24} {describe(vars(result.settings))}"]
-    notes = {"notes": "; ".join(stats.pop("notes")) or "none"}
+    notes = {"notes": "; ".join(map(said, stats.pop("notes"))) or "none"}
     depths = [f"{accepted}/{examined}" for examined, accepted in stats.pop("accepted_by_depth")]
     deep = {"accepted_by_depth": " ".join(depths) or None}
     for name, value in [*stats.items(), *deep.items(), *stats["paths"].items(), *notes.items()]:

@@ -11,8 +11,34 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from dsbd_cli.counted import counted
+
 # The first line where there is no bar comes soon: a long silence looks like a run that hangs.
 FIRST_S = 2.0
+
+
+def ahead(
+    only: str | None, sample: tuple[float | None, int | None], train: tuple[float | None, int | None]
+) -> str:
+    """What a run is about to take, in words.
+
+    Args:
+        only: the one step that is made, `sample` or `train`; None for both.
+        sample: minutes and answer tokens, whichever is spent first; None: no bound.
+        train: minutes and steps, likewise.
+    """
+    steps = []
+    if only != "train":
+        steps.append(f"sampling takes {_bounds(*sample, 'answer token')} (--sample-minutes, --tokens)")
+    if only != "sample":
+        steps.append(f"training takes {_bounds(*train, 'step')} (--minutes, --steps)")
+    return f"{', then '.join(steps)}; stopped, the same command goes on"
+
+
+def _bounds(minutes: float | None, count: int | None, thing: str) -> str:
+    found = [] if minutes is None else [f"{minutes:g} {'minute' if minutes == 1 else 'minutes'}"]
+    found += [] if count is None else [counted(count, thing, form=",")]
+    return " or ".join(found)
 
 
 class RunLog:

@@ -23,6 +23,7 @@ from dsbd_cli.trace.read import (
     share,
 )
 from dsbd_cli.ui.safe import one_line
+from dsbd_cli.wording import ending
 
 _STYLES = {ACCEPTED: "green", FILLED: "blue", REJECTED: "red", DEAD: "dim", UNREACHED: "dim"}
 _SIGNS = {ACCEPTED: "+", FILLED: "*", REJECTED: "x", DEAD: "-", UNREACHED: "."}
@@ -84,5 +85,5 @@ def tail(trace: Trace) -> Text:
             "the run did not end" + (" (the last line is torn)" if trace.torn else ""), style="yellow"
         )
     stats = trace.result["stats"]
-    return Text(f"{counted(stats['new_tokens'], 'token')} in {counted(stats['target_calls'], 'target call')}, ended by "
-                f"{trace.result['finish_reason']}", style="bold")  # fmt: skip
+    return Text(f"{counted(stats['new_tokens'], 'token')} in {counted(stats['target_calls'], 'target call')}, "
+                f"{ending(trace.result['finish_reason'])}", style="bold")  # fmt: skip

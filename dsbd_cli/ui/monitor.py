@@ -16,6 +16,7 @@ from dsbd_cli.settings import DRAFTING
 from dsbd_cli.tally import NO_FOREST_PAYS, Tally, ratio
 from dsbd_cli.ui.charts import counts, resample
 from dsbd_cli.ui.snapshot import POINTS, LiveBeam, Series, Snapshot
+from dsbd_cli.wording import said
 
 if TYPE_CHECKING:
     from dsbd_cli.decoder import Decoder
@@ -153,7 +154,7 @@ class Monitor:
             return "gamma 0 drafts nothing"
         adaptive = settings.method != "specinfer" and settings.forest == "adaptive"
         # A full forest begins with the first iteration; of an adaptive one prices decide.
-        return NO_FOREST_PAYS if adaptive and self._calls else "nothing drafted yet"
+        return said(NO_FOREST_PAYS) if adaptive and self._calls else "nothing drafted yet"
 
     def _acceptance(self) -> float | None:
         examined = sum(pair[0] for pair in self._tally.by_depth)

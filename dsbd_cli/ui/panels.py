@@ -14,6 +14,7 @@ from dsbd_cli.ui.look import panel_stream, unicode_terminal
 from dsbd_cli.ui.monitor import Monitor
 from dsbd_cli.ui.painter import Painter
 from dsbd_cli.ui.summary import room, summary
+from dsbd_cli.wording import said
 
 if TYPE_CHECKING:
     from dsbd_cli.decoder import Decoder
@@ -53,7 +54,7 @@ def show(events: Iterable[Event], decoder: Decoder, prompt_text: str) -> Result:
     print_answer(result.text)
     note(summary(result, room()))
     if NO_FOREST_PAYS in result.stats.notes:
-        note(NO_FOREST_PAYS)
+        note(said(NO_FOREST_PAYS))
     return result
 
 

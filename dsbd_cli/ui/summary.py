@@ -7,10 +7,11 @@ import sys
 from dsbd_cli.counted import counted
 from dsbd_cli.result import Result
 from dsbd_cli.ui.look import columns_of
+from dsbd_cli.wording import ending
 
 
 def summary(result: Result, width: int | None = None) -> str:
-    """`48 tokens in 4.2 s, 11.4 tok/s, ...`; what is unknown says n/a.
+    """`48 tokens in 4.2 s, 11.4 tok/s, ..., ended by itself`; what is unknown says n/a.
 
     Args:
         width: characters there are; what is least telling is left out until the line fits, down to
@@ -20,7 +21,7 @@ def summary(result: Result, width: int | None = None) -> str:
     # (what it says, how soon it goes: highest first)
     parts = [(counted(stats.new_tokens, "token"), 0)]
     if stats.decode_s is not None:
-        parts[0] = (f"{parts[0][0]} in {stats.decode_s:.1f} s", 0)
+        parts[0] = (f"{parts[0][0]} in {seconds(stats.decode_s)}", 0)
     parts.append((f"{number(stats.tokens_per_s, 1)} tok/s", 1))
     parts.append((f"{number(stats.layers_per_target_call)} layers/target call", 2))
     if stats.acceptance_rate is not None:
@@ -32,7 +33,7 @@ def summary(result: Result, width: int | None = None) -> str:
     parts.append(
         (f"{number(stats.joules_per_token)} J/token", 3 if stats.joules_per_token is not None else 6)
     )
-    parts.append((f"ended by {result.finish_reason}", 0))
+    parts.append((ending(result.finish_reason), 0))
     while width is not None and len(_line(parts)) > width and (least := max(rank for _, rank in parts)):
         parts = [part for part in parts if part[1] != least]
     return _line(parts)
@@ -78,6 +79,11 @@ def room() -> int | None:
     """Characters of a note that fit on one line of the terminal on stderr; None elsewhere."""
     columns = columns_of(sys.stderr)
     return None if columns is None else max(1, columns - len("dsbd: "))
+
+
+def seconds(value: float) -> str:
+    """Seconds to a tenth; below one to a hundredth, so that a short answer takes no `0.0 s`."""
+    return f"{value:.2f} s" if value < 1 else f"{value:.1f} s"
 
 
 def number(value: float | None, digits: int = 2) -> str:

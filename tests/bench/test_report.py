@@ -233,6 +233,18 @@ def test_a_table_fits_the_terminal_and_loses_no_column(swept, width):
         assert fitted.split() == plain.split()
 
 
+def test_the_screen_says_what_a_speed_is_compared_with(swept):
+    said = "x base: tokens per second over the baseline's on the same item"
+    assert summary_text(swept).count(said) == 1
+
+
+def test_a_report_says_how_answers_ended_in_words(swept):
+    page = (swept / "report.html").read_text()
+    assert ">end</th>" in page
+    assert "ended by itself" in page
+    assert ">eos<" not in page
+
+
 @pytest.mark.parametrize(("limit", "said"), [(1, "1 item: too few"), (3, "3 items: too few"), (12, None)])
 def test_a_run_of_few_items_says_that_it_decides_nothing(tmp_path, limit, said):
     made = plan(tmp_path / "run", dataset="squad", limit=limit, methods="multinomial,beam")

@@ -12,6 +12,7 @@ from dsbd_cli.bench.files import key_of, read_results, read_run
 from dsbd_cli.bench.measure import seed_of
 from dsbd_cli.bench.plan import make_plan
 from dsbd_cli.bench.runner import Runner
+from dsbd_cli.bench.terminal import summary_text
 from dsbd_cli.errors import RunError, Stopped, UserError
 from tests.bench.double import BytesTokenizer, FakeBackend, plan, prompter
 from tests.builders import rand
@@ -438,6 +439,11 @@ def test_arms_that_drafted_nothing_are_named(tmp_path):
     assert [note for note in summary["warnings"] if words in note] == [
         f"dsbd: {words} (--forest full drafts anyway)"
     ]
+    shown = "dsbd: nothing was drafted: on this machine drafting is expected to cost more time than it saves"
+    page, screen = (tmp_path / "out" / "report.html").read_text(), summary_text(tmp_path / "out")
+    for text in (page.replace("Dsbd", "dsbd"), screen):
+        assert shown in text
+        assert words not in text
     for name, settings in (("full", {"forest": "full"}), ("none", {"gamma": 0})):
         run(plan(tmp_path / name, methods="beam,dsbd", limit=2, settings=settings), Undrafted())
         (summary,) = json.loads((tmp_path / name / "summary.json").read_text())["runs"]

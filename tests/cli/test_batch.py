@@ -93,6 +93,11 @@ def test_a_drawn_seed_is_reported_and_repeats_the_run(dsbd: Call, models: Models
     assert dsbd(*command, "--seed", seed, stdin=b"a\nb\n").out == first.out
 
 
+def test_no_seed_is_told_of_nothing(dsbd: Call, models: Models) -> None:
+    ran = dsbd("generate", *pair(models("says", "A")), "--lines", stdin=b"")
+    assert (ran.code, ran.err) == (0, "dsbd: stdin held no prompt: nothing was decoded\n")
+
+
 def test_a_file_of_prompts(dsbd: Call, models: Models, tmp_path: Path) -> None:
     source, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     source.write_text('{"prompt": "a", "id": "first"}\n{"prompt": "b"}\n')

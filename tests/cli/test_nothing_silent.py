@@ -95,15 +95,19 @@ def dear(tmp_path: Path) -> Path:
 
 def test_that_nothing_was_drafted_is_said(dsbd: Call, models: Models, dear: Path) -> None:
     command = ["generate", "hi", *pair(models("rand", seed=1)), "--seed", "1", "--max-new-tokens", "8"]
-    words = "nothing drafted: by the prices of this machine no forest pays here (--forest full drafts anyway)"
+    stored = (
+        "nothing drafted: by the prices of this machine no forest pays here (--forest full drafts anyway)"
+    )
+    words = "nothing was drafted: on this machine drafting is expected to cost more time than it saves"
     priced = [*command, "--prices", dear]
-    assert dsbd(*priced, "--json").json["stats"]["notes"] == [words]
+    assert dsbd(*priced, "--json").json["stats"]["notes"] == [stored]
     assert words in dsbd(*priced, "--stats").err
     assert words not in dsbd(*priced, "--forest", "full", "--stats").err
     assert words not in dsbd(*command, "--method", "beam", "--stats").err
     assert words not in dsbd(*command, "--gamma", "0", "--stats").err
     ran = dsbd("generate", "--lines", *priced[2:], "--stats", stdin=b"hi\nho\n")
-    assert f"{words}\n" in ran.err, ran.err
+    assert f"{words} (--forest full drafts anyway)\n" in ran.err, ran.err
+    assert stored not in ran.err
 
 
 def test_what_a_preset_holds_yields_quietly(dsbd: Call, models: Models, tmp_path: Path) -> None:

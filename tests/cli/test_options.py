@@ -221,6 +221,28 @@ def test_prompts_that_are_not_text(dsbd: Call, rand_pair: list[str]) -> None:
     dsbd("generate", *rand_pair, "caf\udce9").refused("UTF-8")
 
 
+@pytest.mark.parametrize("form", ["lines", "file"])
+@pytest.mark.parametrize(("prompts", "answered"), [("a\n\nb\n", 2), ("\n", 0)])
+def test_a_refused_prompt_takes_no_statistics_away(
+    dsbd: Call, models: Models, tmp_path: Path, form: str, prompts: str, answered: int
+) -> None:
+    source = tmp_path / "in.txt"
+    source.write_text(prompts)
+    options = [
+        "generate",
+        *pair(template_model(models, tmp_path / "t", "{{ messages[0].content }}")),
+        "--stats",
+    ]
+    if form == "lines":
+        ran = dsbd(*options, "--lines", stdin=prompts.encode())
+    else:
+        ran = dsbd(*options, "--input", source, "--output", tmp_path / "out.jsonl")
+    assert ran.code == 2
+    assert f"prompts                  {answered}\n" in ran.err
+    assert ran.err.splitlines()[-1].startswith(f"dsbd: 1 of {answered + 1} prompt")
+    assert "held no prompt" not in ran.err
+
+
 def template_model(models: Models, folder: Path, template: str | None) -> str:
     """A model whose tokenizer adds BOS itself and has this chat template."""
     shutil.copytree(models("says", "A"), folder)

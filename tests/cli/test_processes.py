@@ -253,7 +253,7 @@ def test_panels_on_a_real_pair_leave_the_answer_and_a_summary(models: Models, co
     answer, summary, *_ = terminal.after_panels.strip().splitlines()
     assert answer == "ok 🙂é 한 [x] a != b 'sword' end"
     assert ("layers/target call" in summary) == (columns == 200)
-    assert "ended by eos" in summary
+    assert "ended by itself" in summary
     assert len(summary) <= columns
 
 

@@ -153,7 +153,7 @@ def test_other_options_in_the_same_folder_are_refused(target: Path, tmp_path: Pa
     base = command(target, out)
     few = [*base, "--tokens", "100", "--steps", "2"]
     assert run(few) == 0
-    capsys.readouterr()
+    assert "dsbd: sampling takes 100 answer tokens" in capsys.readouterr().err
     assert run([*few, "--rate", "0.5"]) == 2
     assert "other training options" in capsys.readouterr().err
     assert run(["distill", "--target", str(target)]) == 2

@@ -106,7 +106,10 @@ def test_kilo(value: int | None, expected: str) -> None:
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        (Settings(), "by the prices of this machine no forest pays here (--forest full drafts anyway)"),
+        (
+            Settings(),
+            "on this machine drafting is expected to cost more time than it saves (--forest full",
+        ),
         (Settings(gamma=0), "gamma 0 drafts nothing"),
         (Settings(method="beam"), "method beam drafts nothing"),
     ],

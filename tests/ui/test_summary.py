@@ -11,7 +11,7 @@ from dsbd_cli.settings import Settings
 from dsbd_cli.ui.summary import summary, unfinished
 from tests.ui.fake import FakeDecoder, stream
 
-FULL = ["tokens", "tok/s", "layers/target call", "acceptance", "width", "J/token", "ended by"]
+FULL = ["tokens", "tok/s", "layers/target call", "acceptance", "width", "J/token", "ended by itself"]
 
 
 def result():  # type: ignore[no-untyped-def]
@@ -21,7 +21,7 @@ def result():  # type: ignore[no-untyped-def]
         acceptance_rate=0.52, mean_width=4.0, mean_distinct_width=3.1, joules_per_token=0.4,
         widths=[4, 4], target_calls=2, layers=2,
     )  # fmt: skip
-    return dataclasses.replace(done, stats=stats)
+    return dataclasses.replace(done, stats=stats, finish_reason="eos")
 
 
 @pytest.mark.parametrize("width", range(1, 160))
@@ -30,7 +30,7 @@ def test_whole_parts_that_fit(width: int) -> None:
     shown = summary(result(), width).split(", ")
     assert [part for part in parts if part in shown] == shown
     assert shown[0].startswith("248 tokens")
-    assert shown[-1].startswith("ended by")
+    assert shown[-1] == "ended by itself"
     assert len(", ".join(shown)) <= width or len(shown) == 2
 
 
@@ -49,6 +49,29 @@ def test_an_unknown_energy_goes_before_anything_else() -> None:
     full = summary(done)
     assert "n/a J/token" in full
     assert summary(done, len(full) - 1) == full.replace("n/a J/token, ", "")
+
+
+@pytest.mark.parametrize(
+    ("reason", "words"),
+    [
+        ("eos", "ended by itself"),
+        ("stop", "ended at a stop text"),
+        ("length", "cut at max-new-tokens"),
+        ("early_stop", "stopped before its end (early-stopping)"),
+    ],
+)
+def test_how_it_ended_is_said_in_words(reason: str, words: str) -> None:
+    done = dataclasses.replace(result(), finish_reason=reason)
+    assert summary(done).split(", ")[-1] == words
+
+
+@pytest.mark.parametrize(
+    ("decode_s", "said"), [(0.037, "0.04 s"), (0.5, "0.50 s"), (1.0, "1.0 s"), (31.25, "31.2 s")]
+)
+def test_a_short_answer_takes_some_time(decode_s: float, said: str) -> None:
+    done = result()
+    done = dataclasses.replace(done, stats=dataclasses.replace(done.stats, decode_s=decode_s))
+    assert summary(done).startswith(f"248 tokens in {said}, ")
 
 
 EARLY = "the run ended after 5 tokens (early-stopping first)"
