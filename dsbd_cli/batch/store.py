@@ -236,18 +236,25 @@ class Store:
         lines = lines_of(self.path)
         for place, line in enumerate(lines):
             if index_of(line) != place or place >= self.total:
-                raise UserError(f"{self.path} line {place + 1} is no record of this batch: give another "
-                                "--output, or move that file away")  # fmt: skip
+                raise self._of_another(self.path, place)
         return lines
 
     def _read_parts(self) -> dict[int, bytes]:
         found: dict[int, bytes] = {}
         for part in self._part_paths():
-            for line in lines_of(part):
+            for place, line in enumerate(lines_of(part)):
                 index = index_of(line)
-                if index is not None and index < self.total:
+                if index is not None and index >= self.total:  # the input had more prompts
+                    raise self._of_another(part, place)
+                if index is not None:
                     found[index] = line
         return found
+
+    @staticmethod
+    def _of_another(file: Path, place: int) -> UserError:
+        return UserError(
+            f"{file} line {place + 1} is no record of this batch: give another --output, or move that file away"
+        )
 
     def _part_paths(self) -> list[Path]:
         name = re.compile(re.escape(self.path.name) + r"\.(early|rank-\d+-of-\d+)")
