@@ -140,7 +140,8 @@ class Rapl:
     def read(self) -> int | None:
         try:
             return int((self.folder / "energy_uj").read_text())
-        except (OSError, ValueError):
+        except (OSError, ValueError) as error:
+            let_by(error)
             return None
 
     def start(self) -> None:
@@ -154,7 +155,8 @@ class Rapl:
         if spent < 0:  # wrapped round
             try:
                 spent += int((self.folder / "max_energy_range_uj").read_text())
-            except (OSError, ValueError):
+            except (OSError, ValueError) as error:
+                let_by(error)
                 return None, f"{self.name}: the RAPL counter wrapped round, and its range could not be read"
         return (spent / 1e6, None) if spent > 0 else (0.0, f"{self.name}: the RAPL counter did not move")
 
@@ -262,7 +264,8 @@ def _packages() -> list[Probe]:
         try:
             name = (folder / "name").read_text().strip()
             int((folder / "energy_uj").read_text())
-        except (OSError, ValueError):
+        except (OSError, ValueError) as error:
+            let_by(error)
             continue
         if name.startswith("package"):
             probes.append(Rapl(folder, f"cpu {name}"))

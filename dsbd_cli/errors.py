@@ -8,8 +8,12 @@ ever shows a traceback.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import signal
+import sys
+from collections.abc import Iterator
+from types import FrameType
 from typing import Any
 
 
@@ -46,17 +50,45 @@ def first_line(error: BaseException) -> str:
 
 
 def let_by(error: BaseException) -> None:
-    """Raise it again where a handler of signals raised it, as time limits do: it is the caller's, and says nothing of
-    what it came into.
+    """Raise what a handler of signals raised, as time limits do: it is the caller's, and says nothing of what it came
+    into. That is `error` itself, or what a library made it of.
 
     A handler that has had another put in its place since is not known any more.
     """
     handlers = {_code(signal.getsignal(number)) for number in signal.valid_signals()} - {None}
-    at = error.__traceback__
-    while at is not None:
-        if at.tb_frame.f_code in handlers:
-            raise error
-        at = at.tb_next
+    for one in _made_of(error):
+        at = one.__traceback__
+        while at is not None:
+            if at.tb_frame.f_code in handlers:
+                raise one
+            at = at.tb_next
+
+
+def _made_of(error: BaseException) -> Iterator[BaseException]:
+    """It and what it was raised in answer to, less what is seen to where the asking is done, or further out."""
+    outer: set[FrameType] = set()
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None:
+        outer.add(frame)
+        frame = frame.f_back
+    seen: set[int] = set()
+    one: BaseException | None = error
+    while one is not None and id(one) not in seen:
+        seen.add(id(one))
+        at = one.__traceback__
+        if one is not error and at is not None and at.tb_frame in outer:
+            return
+        yield one
+        one = one.__cause__ or one.__context__
+
+
+@contextlib.contextmanager
+def suppressed(*kinds: type[Exception]) -> Iterator[None]:
+    """As `contextlib.suppress`, and `let_by`."""
+    try:
+        yield
+    except kinds as error:
+        let_by(error)
 
 
 def _code(handler: Any) -> Any:

@@ -13,6 +13,8 @@ NOT_RAW = (
     "messages have no place in a raw prompt, since only the chat template can write their turns: "
     "leave out --raw (in Python: raw=True), or give the whole prompt as a text"
 )
+# Whose turn an answer is; only some templates know the second, and others refuse it.
+ANSWERING = ("assistant", "model")
 _NAMES = {dict: "an object", list: "a list", tuple: "a list", bool: "true or false", type(None): "null"}
 
 
@@ -58,15 +60,16 @@ def ask_nothing(messages: Sequence[Mapping[str, Any]]) -> bool:
 
     An empty turn of the assistant's behind it is only where the answer goes.
     """
-    if any(turn["role"] == "system" and _says(turn) for turn in messages):
+    if any(turn["role"] == "system" and says(turn) for turn in messages):
         return False
     asked = [*messages]
-    while asked and asked[-1]["role"] == "assistant" and not asked[-1].get("content"):
+    while asked and asked[-1]["role"] in ANSWERING and not says(asked[-1]):
         asked.pop()
-    return not asked or (asked[-1]["role"] == "user" and not _says(asked[-1]))
+    return not asked or (asked[-1]["role"] == "user" and not says(asked[-1]))
 
 
-def _says(turn: Mapping[str, Any]) -> bool:
+def says(turn: Mapping[str, Any]) -> bool:
+    """Whether there is more than blanks in it."""
     return bool("".join(texts_of(turn.get("content"))).strip())
 
 

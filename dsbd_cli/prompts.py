@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from dsbd_cli.errors import UserError, let_by
-from dsbd_cli.messages import NOT_RAW, ask_nothing, check, is_blank
+from dsbd_cli.messages import ANSWERING, NOT_RAW, ask_nothing, check, is_blank, says
 from dsbd_cli.names import near
 from dsbd_cli.settings import Settings, broken
 from dsbd_cli.templates import check_continued, check_parts, check_whole, renders, rewritten
@@ -117,7 +117,7 @@ def _check_role(role: Any, number: int, tokenizer: Any) -> None:
     if isinstance(role, str) and role.lower() in _ROLES and _LOWERED.search(named):
         return
     # Those that it asks for; its prose may hold such words too.
-    known = [*_ROLES, *(word for word in _FURTHER_ROLES if f"'{word}'" in named or f'"{word}"' in named)]
+    known = [*_ROLES, *(word for word in _FURTHER_ROLES if _names(named, word))]
     raise UserError(
         f"message {number} has the role {role!r}, which the target's chat template does not know"
         f"{near(str(role), known)}: {', '.join(known)}"
@@ -125,8 +125,8 @@ def _check_role(role: Any, number: int, tokenizer: Any) -> None:
 
 
 def _names(template: str, role: str) -> bool:
-    """Whether the role is a word of the template."""
-    return bool(role) and re.search(rf"(?<![\w-]){re.escape(role)}(?![\w-])", template) is not None
+    """Whether the template compares with the role: a quoted word, not one of its prose nor a key (`x['function']`)."""
+    return bool(role) and re.search(rf"""(?<![\w\])]\[)(['"]){re.escape(role)}\1""", template) is not None
 
 
 def _bos(tokenizer: Any) -> int:
@@ -175,9 +175,13 @@ def _chat(
 def _template(messages: list[dict[str, Any]], tokenizer: Any, way_out: str) -> tuple[list[int], list[str]]:
     """Token ids of a conversation, up to where the assistant is to go on, and notes."""
     last = messages[-1]
-    goes_on = last.get("role") == "assistant" and bool(last.get("content"))
-    if last.get("role") == "assistant" and not goes_on and len(messages) > 1:
+    # (Calls stand behind what is said: such a turn is whole.)
+    answers = last.get("role") in ANSWERING and not last.get("tool_calls")
+    goes_on, blanks = answers and says(last), []
+    if answers and not goes_on and len(messages) > 1:
         messages = messages[:-1]  # nothing to go on from: the template opens that turn itself
+        if any(texts_of(last.get("content"))):
+            blanks = ["the last turn, the assistant's, holds blanks alone: the chat template opens it itself"]
     quoted, marks = quote(messages, tokenizer)
 
     def rendered(turns: list[dict[str, Any]]) -> str:
@@ -198,4 +202,4 @@ def _template(messages: list[dict[str, Any]], tokenizer: Any, way_out: str) -> t
     if goes_on:
         left_out += check_continued(text, quoted[-1], messages)
     ids, notes = encode_quoted(text, marks, tokenizer)
-    return _once_bos(ids, tokenizer), [*left_out, *notes]
+    return _once_bos(ids, tokenizer), [*left_out, *blanks, *notes]

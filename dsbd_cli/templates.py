@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -53,7 +54,8 @@ def rewritten(messages: Sequence[Mapping[str, Any]]) -> UserError:
 
 
 def check_parts(messages: list[dict[str, Any]], rendered: Callable[[list[dict[str, Any]]], str]) -> None:
-    """Refuse parts under a template that reads texts alone: it would fail in words of its own, or write the list.
+    """Refuse parts under a template that reads texts alone: it would fail in words of its own, write the list, or
+    leave out what it does not look at, as some do with all behind the first.
 
     Args:
         rendered: makes the template's text of messages.
@@ -61,29 +63,58 @@ def check_parts(messages: list[dict[str, Any]], rendered: Callable[[list[dict[st
     places = [place for place, turn in enumerate(messages) if in_parts(turn.get("content"))]
     if not places:
         return
+    place, fault = places[0], "which the target's chat template does not read"
     try:
         written = rendered(messages)
     except Exception as error:
         let_by(error)
-        whole = [
-            turn | {"content": "".join(texts_of(turn["content"]))} if place in places else turn
-            for place, turn in enumerate(messages)
-        ]
         try:
-            rendered(whole)
+            rendered([_joined(turn) for turn in messages])
         except Exception as error:  # not for the parts
             let_by(error)
             return
     else:
         parts = [part for place in places for part in messages[place]["content"]]
-        if not any(
+        listed = any(
             form in written for part in parts for form in (str(part), json.dumps(part, ensure_ascii=False))
-        ):
-            return
-    raise UserError(
-        f"message {places[0] + 1} has its content in parts, which the target's chat template does not read: "
-        "give it as one text"
-    )
+        )
+        if not listed:
+            unread = _unread(messages, rendered)
+            if unread is None:
+                return
+            place, fault = unread, "of which the target's chat template leaves some out"
+    raise UserError(f"message {place + 1} has its content in parts, {fault}: give it as one text")
+
+
+def _joined(turn: dict[str, Any]) -> dict[str, Any]:
+    """The turn with its parts as one text."""
+    return turn | {"content": "".join(texts_of(turn["content"]))} if in_parts(turn.get("content")) else turn
+
+
+def _unread(messages: list[dict[str, Any]], rendered: Callable[[list[dict[str, Any]]], str]) -> int | None:
+    """The first message of whose parts one is left out (by its mark, as in `check_whole`), though its text is not."""
+    letters = map(chr, itertools.cycle(_LETTERS))
+    marked, marks = [], []
+    for turn in messages:
+        own: list[str] = []
+
+        def mark(text: str, own: list[str] = own) -> str:
+            if not text.strip():
+                return text
+            own.append(next(letters))
+            return own[-1]
+
+        marked.append(spoken(turn, mark))
+        marks.append(own)
+    try:
+        written, whole = rendered(marked), rendered([_joined(turn) for turn in marked])
+    except Exception as error:  # it looks for something in the words that these have not
+        let_by(error)
+        return None
+    for place, (turn, own) in enumerate(zip(messages, marks, strict=True)):
+        if in_parts(turn.get("content")) and any(mark not in written and mark in whole for mark in own):
+            return place
+    return None
 
 
 def check_whole(

@@ -6,8 +6,9 @@ character in place of each, so that in its output they differ from its own.
 
 from __future__ import annotations
 
+import contextlib
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 
@@ -73,17 +74,38 @@ def encode_quoted(text: str, marks: Mapping[str, str], tokenizer: Any) -> tuple[
     ids: list[int] = []
     begin = 0
     run: list[int] = []
+
+    def marked(piece: str) -> bool:
+        return any(mark in piece for mark in marks)
+
     # Special tokens cut a text into runs that are encoded each for itself; a run with a mark is encoded anew.
     for token, (left, right) in [*tokens, (-1, (len(text), len(text)))]:
-        if token >= 0 and token not in special:
+        # A vocabulary without the mark's character has the special word for unknown ones there.
+        if token >= 0 and (token not in special or marked(text[left:right])):
             run.append(token)
             continue
         piece = text[begin:left]
-        if any(mark in piece for mark in marks):
-            run = _ids(tokenizer, unquote(piece, marks), split_special_tokens=True)
+        if marked(piece):
+            with _within(tokenizer, begin):
+                run = _ids(tokenizer, unquote(piece, marks), split_special_tokens=True)
         ids += [*run, token] if token >= 0 else run
         run, begin = [], right
     return ids, []
+
+
+@contextlib.contextmanager
+def _within(tokenizer: Any, begin: int) -> Iterator[None]:
+    """Encode a piece as it is in a text that it does not begin: many tokenizers put a blank before a text's start."""
+    core = tokenizer.backend_tokenizer.pre_tokenizer
+    steps = list(core) if hasattr(core, "__getitem__") else [core]
+    first = [one for one in steps if begin and getattr(one, "prepend_scheme", "") == "first"]
+    for one in first:
+        one.prepend_scheme = "never"
+    try:
+        yield
+    finally:
+        for one in first:
+            one.prepend_scheme = "first"
 
 
 def _special_words(tokenizer: Any) -> list[str]:

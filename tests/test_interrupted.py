@@ -25,7 +25,7 @@ from dsbd_cli.decoding.model.hf_model import HfTreeModel
 from dsbd_cli.decoding.model.path_model import PathModel
 from dsbd_cli.decoding.model.shared import SharedModel
 from dsbd_cli.energy import EnergyMeter
-from dsbd_cli.errors import RunError, UserError
+from dsbd_cli.errors import RunError, UserError, let_by, suppressed
 from dsbd_cli.group import Group
 from dsbd_cli.hf import inputs
 from dsbd_cli.loading import gguf_file
@@ -37,7 +37,7 @@ from dsbd_cli.many import Batch
 from dsbd_cli.prices import Prices, slices, store
 from dsbd_cli.prices.measure import measure
 from tests import builders
-from tests.interrupting import interrupted, limited, points_of, some, stopped
+from tests.interrupting import Late, interrupted, limited, points_of, some, stopped
 from tests.test_many import captured, told
 
 # Points tried in each case; all of them take minutes.
@@ -354,7 +354,33 @@ def parsed(stop: Stop, patch: pytest.MonkeyPatch) -> None:
     gguf_file._parse(Path("x.gguf"), "target", 1, 1)
 
 
-@pytest.mark.parametrize("work", [asked_for_energy, compiled, sliced, padded, loaded, parsed])
+def wrapped(stop: Stop, patch: pytest.MonkeyPatch) -> None:
+    """As libraries do it, that say in an error of their own that something went wrong."""
+
+    def opened(*_: object, **__: object) -> None:
+        try:
+            stop()
+        except Exception:
+            raise OSError("there is no such model") from None
+
+    patch.setattr("transformers.AutoConfig.from_pretrained", opened)
+    load_config(Place(Source("a/model", "hub"), "target", "a/model"), False)
+
+
+def waited_for_prices(stop: Stop, patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(FileLock, "acquire", lambda *_, **__: stop())
+    store.found_or_measured(store.PRICES, {"a": "pair"}, lambda: pytest.fail("measured"))
+
+
+def set_aside(stop: Stop, patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(store, "_values", lambda *_: stop())
+    store.set_aside(Path("x.json"))
+
+
+@pytest.mark.parametrize(
+    "work",
+    [asked_for_energy, compiled, sliced, padded, loaded, parsed, wrapped, waited_for_prices, set_aside],
+)
 def test_a_time_limit_is_no_fault_of_what_it_comes_into(
     monkeypatch: pytest.MonkeyPatch, work: Callable[[Stop, pytest.MonkeyPatch], None]
 ) -> None:
@@ -363,6 +389,27 @@ def test_a_time_limit_is_no_fault_of_what_it_comes_into(
 
     with limited(late) as late_now, pytest.raises(TimeoutError):
         work(late_now, monkeypatch)
+
+
+def missing() -> None:
+    raise OSError("nothing there")
+
+
+def test_a_time_limit_that_the_caller_sees_to_is_over() -> None:
+    """What goes wrong meanwhile and is seen to here is nobody else's."""
+    for missed in (let_by, lambda error: None):
+        with limited() as late_now:
+            try:
+                late_now()
+            except Late:
+                try:
+                    missing()
+                except OSError as error:
+                    missed(error)
+                with suppressed(OSError):
+                    missing()
+    with limited() as late_now, pytest.raises(Late), suppressed(Exception):
+        late_now()
 
 
 def test_whether_a_path_has_a_cache(folder: Path) -> None:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import logging
 import signal
+import string
 
 import pytest
-from tokenizers import decoders, normalizers, pre_tokenizers
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
 from dsbd_cli.errors import UserError
 from dsbd_cli.messages import is_blank
@@ -20,6 +22,7 @@ CHAT = (
     "{% if add_generation_prompt %}[assistant]{% endif %}"
 )
 NO_SYSTEM = "{% if messages[0].role == 'system' %}{{ raise_exception('no system role') }}{% endif %}" + CHAT
+EACH = "{% for m in messages %}"
 BOS, EOS, EOT = 0, 1, 2
 PLAIN = Settings()
 
@@ -106,6 +109,32 @@ def test_pieces_with_a_leading_blank_are_cut_as_in_the_whole_text(tmp_path):
     ]  # fmt: skip
 
 
+@pytest.mark.parametrize("scheme", ["first", "always", "never"])
+@pytest.mark.parametrize("within", [False, True])
+@pytest.mark.parametrize("known", [False, True])
+def test_a_special_word_in_a_turn_moves_no_other_token(scheme, within, known):
+    """Sentence pieces: a blank before a text's start, which no piece of it gets; and no character for the mark."""
+    letters = ["\u2581", *string.printable, *("\ue000" if known else "")]
+    vocab = {word: place for place, word in enumerate(["<s>", "</s>", "<unk>", *letters])}
+    core = Tokenizer(models.BPE(vocab, [], unk_token="<unk>"))
+    steps = pre_tokenizers.Metaspace(prepend_scheme=scheme, split=False)
+    core.pre_tokenizer = pre_tokenizers.Sequence([steps]) if within else steps
+    one = PreTrainedTokenizerFast(
+        tokenizer_object=core, bos_token="<s>", eos_token="</s>", unk_token="<unk>", chat_template=CHAT
+    )
+    wanted, found = (
+        one.convert_ids_to_tokens(encode(text, one, PLAIN, len(vocab))[0]) for text in ("</u>", "</s>")
+    )
+    assert [*"[user]</u>"] == [token for token in wanted if token not in ("<s>", "\u2581")][:10]
+    assert found == [
+        "s" if token == "u" and wanted[place - 1] == "/" else token for place, token in enumerate(wanted)
+    ]
+    assert (wanted[1] == "\u2581") is (scheme == "always")
+    assert one.convert_ids_to_tokens(encode("a", one, Settings(raw=True), len(vocab))[0])[0] == (
+        "a" if scheme == "never" else "\u2581"
+    )  # the tokenizer is as it was
+
+
 def test_a_tokenizer_that_tells_no_offsets_says_that_the_word_stays_a_token(tokenizer):
     class Slow:
         is_fast = False
@@ -184,6 +213,38 @@ def test_a_special_word_in_the_turn_that_is_gone_on_with_is_text(tokenizer):
 def test_an_empty_turn_of_the_assistant_is_opened_as_the_template_does(tokenizer):
     turns = [{"role": "user", "content": "count"}]
     assert ids([*turns, {"role": "assistant", "content": ""}], tokenizer) == ids(turns, tokenizer)
+
+
+@pytest.mark.parametrize("how", ["", " | trim"])
+@pytest.mark.parametrize("content", [" \n", [{"type": "text", "text": "  "}], [{"type": "text", "text": ""}]])
+def test_a_turn_of_blanks_is_opened_as_the_template_does(tmp_path, how, content):
+    """Stripped of its blanks it would take those with it that the template writes in front."""
+    one = builders.tok(tmp_path, chat_template=CHAT.replace("]{{ m.content", "]\n{{ m.content" + how))
+    turns = [{"role": "user", "content": "count"}]
+    found, notes = encode([*turns, {"role": "assistant", "content": content}], one, PLAIN, builders.VOCAB)
+    assert found == ids(turns, one)
+    assert bool(notes) is ("blanks alone" in "".join(notes)) is (content[0] != {"type": "text", "text": ""})
+
+
+def test_a_turn_of_the_model_s_is_gone_on_with_where_the_template_calls_it_so(tmp_path):
+    one = builders.tok(
+        tmp_path,
+        chat_template="{% set r = {'assistant': 'model'} %}" + CHAT.replace("[assistant]", "[model]"),
+    )
+    turns = [{"role": "user", "content": "count"}, {"role": "model", "content": "1, 2,"}]
+    assert one.decode(ids(turns, one)) == "<s>[user]count<|eot|>[model]1, 2,"
+    assert ids([turns[0], {"role": "model", "content": ""}], one) == ids(turns[:1], one)
+
+
+@pytest.mark.parametrize("said", [{}, {"content": None}, {"content": ""}, {"content": "so"}])
+def test_calls_at_the_end_are_written_whole(tmp_path, said):
+    one = builders.tok(
+        tmp_path,
+        chat_template=CHAT.replace("{{ m.content }}", "{{ m.content or '' }}{{ m.tool_calls or '' }}"),
+    )
+    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "tool_calls": "[f]"} | said]
+    words = said.get("content") or ""
+    assert one.decode(ids(turns, one)) == f"<s>[user]a<|eot|>[assistant]{words}[f]<|eot|>[assistant]"
 
 
 def test_two_system_turns_are_refused_whatever_the_template_does(tmp_path, tokenizer):
@@ -270,6 +331,27 @@ def test_parts_are_refused_by_name_where_the_template_takes_texts_alone(tmp_path
     never = builders.tok(tmp_path / "never", chat_template="{{ raise_exception('never') }}")
     with pytest.raises(UserError, match=r"refuses this prompt: never$"):
         ids(turns, never)
+
+
+@pytest.mark.parametrize("way", ["first", "string"])
+def test_a_part_that_the_template_leaves_out_is_not_lost_without_a_word(tmp_path, way):
+    """As Gemma 3 reads the first part of a system turn, and Qwen 3 none."""
+    read = {
+        "first": "{{ m.content if m.content is string else m.content[0].text }}",
+        "string": "{{ m.content if m.content is string else '' }}",
+    }[way]
+    one = builders.tok(tmp_path, chat_template=CHAT.replace("{{ m.content }}", read))
+    part = {"type": "text", "text": "so"}
+    whole = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    turns = [*whole, {"role": "user", "content": [part, {"type": "text", "text": " it is"}]}]
+    with pytest.raises(
+        UserError, match=r"^message 3 has its content in parts, of which .* leaves some out: give it"
+    ):
+        ids(turns, one)
+    # Nothing is lost with a part that says nothing.
+    blank = [*whole, {"role": "user", "content": [part, {"type": "text", "text": " "}]}]
+    if way == "first":
+        assert "[user]so<|eot|>" in one.decode(ids(blank, one))
 
 
 def test_a_turn_of_calls_may_say_nothing(tmp_path):
@@ -359,6 +441,27 @@ def test_roles_that_a_template_names_are_its_own(tmp_path):
     prose = builders.tok(tmp_path / "prose", chat_template="a language model with a tool" + CHAT)
     with pytest.raises(UserError, match=r"system, user, assistant$"):
         ids([{"role": "tol", "content": "b"}], prose)
+
+
+@pytest.mark.parametrize(
+    ("template", "role"),
+    [
+        # As of Falcon: what it writes in front, or else writes bare; a key of a call; the answer to everything else.
+        (EACH + "{% if m.role == 'user' %}{{ 'User: ' }}{% endif %}{{ m.content }}{% endfor %}", "User"),
+        (CHAT + "{% if false %}{{ call['function'] }}{% endif %}", "function"),
+        (
+            EACH + "{% if m.role == 'user' %}USER: {% else %}BOT: {% endif %}{{ m.content }}{% endfor %}",
+            "USER",
+        ),
+    ],
+)
+def test_words_of_a_template_that_it_compares_no_role_with_are_no_roles(tmp_path, template, role):
+    one = builders.tok(tmp_path, chat_template=template)
+    with pytest.raises(UserError, match=f"message 1 has the role '{role}', which .* does not know"):
+        ids([{"role": role, "content": "a"}], one)
+    for named in (f"m.role == '{role}'", f'm.role in ["{role}"]', f"m.role in ['x', '{role}']"):
+        one.chat_template = template + EACH + "{% if " + named + " %}{% endif %}{% endfor %}"
+        assert ids([{"role": role, "content": "a"}], one)
 
 
 def test_templates_by_name_name_roles_too(tmp_path):

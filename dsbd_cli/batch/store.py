@@ -1,11 +1,10 @@
 """The output of a batch: append only, resumable, and never two runs in one file.
 
-One process appends its records to OUT in the order of the input. Those that are there before their
-turn are kept in a part file, `OUT.early`, until it comes. Several processes (torchrun) each append
-to a part file `OUT.rank-R-of-N` as answers come; when all prompts are done, rank 0 writes OUT in
-order, whole. Parts of a run that was cut off are read by the next, and go when OUT is whole. What
-was run stands beside it in `OUT.run.json`; a run with other settings, models or input is refused.
-A line that a kill tore is dropped and its prompt done again.
+One process appends its records to OUT in the order of the input. Those that are there before their turn are kept in
+a part file, `OUT.early`, until it comes. Several processes (torchrun) each append to a part file `OUT.rank-R-of-N`
+as answers come; when all prompts are done, rank 0 writes OUT in order, whole. Parts of a run that was cut off are
+read by the next, and go when OUT is whole. What was run stands beside it in `OUT.run.json`; a run with other
+settings, models or input is refused. A line that a kill tore is dropped and its prompt done again.
 """
 
 from __future__ import annotations
@@ -236,17 +235,18 @@ class Store:
         lines = lines_of(self.path)
         for place, line in enumerate(lines):
             if index_of(line) != place or place >= self.total:
-                raise UserError(f"{self.path} line {place + 1} is no record of this batch: give another "
-                                "--output, or move that file away")  # fmt: skip
+                raise _of_another(self.path, place)
         return lines
 
     def _read_parts(self) -> dict[int, bytes]:
         found: dict[int, bytes] = {}
         for part in self._part_paths():
-            for line in lines_of(part):
-                index = index_of(line)
-                if index is not None and index < self.total:
-                    found[index] = line
+            for place, line in enumerate(lines_of(part)):
+                if (index := index_of(line)) is None:
+                    continue
+                if index >= self.total:  # the input had more prompts
+                    raise _of_another(part, place)
+                found[index] = line
         return found
 
     def _part_paths(self) -> list[Path]:
@@ -263,6 +263,11 @@ class Store:
         if not isinstance(facts, dict) or type(facts.get("seed")) is not int:
             raise UserError(f"{self.sidecar} cannot be read as what a batch wrote: move it away")
         return facts
+
+
+def _of_another(file: Path, place: int) -> UserError:
+    return UserError(f"{file} line {place + 1} is no record of this batch: give another --output, "
+                     "or move that file away")  # fmt: skip
 
 
 def _has_bytes(path: Path) -> bool:

@@ -16,7 +16,7 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
-from dsbd_cli.errors import RunError, UserError
+from dsbd_cli.errors import RunError, UserError, let_by
 from dsbd_cli.loading.progress import Progress, silent
 from dsbd_cli.paths import expanded
 
@@ -34,7 +34,8 @@ def cache_root(cache_dir: str | Path | None = None) -> Path:
         return expanded(chosen).absolute()
     try:
         return _platform_folder() / "dsbd"
-    except RuntimeError:
+    except RuntimeError as error:
+        let_by(error)
         raise UserError(f"no home folder is known for the cache: set {VARIABLE} to a folder") from None
 
 
@@ -62,7 +63,8 @@ def is_built(folder: Path) -> bool:
         if sizes is not None:
             return all((folder / name).stat().st_size == size for name, size in sizes.items())
         return folder.is_dir()
-    except (OSError, ValueError, AttributeError):
+    except (OSError, ValueError, AttributeError) as error:
+        let_by(error)
         return False
 
 
@@ -154,6 +156,7 @@ def _writable(folder: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
+        let_by(error)
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise RunError(f"no space left for the cache in {folder.parent}: free some, or set {VARIABLE} "
                            "to a folder with more") from error  # fmt: skip

@@ -12,7 +12,7 @@ import zipfile
 from pathlib import Path
 from typing import Any
 
-from dsbd_cli.errors import UserError
+from dsbd_cli.errors import UserError, let_by
 
 _LFS = b"version https://git-lfs"
 _INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
@@ -127,6 +127,7 @@ def _refuse_pointer(path: Path, role: str) -> int:
         size = path.stat().st_size
         head = _head(path, len(_LFS))
     except OSError as error:
+        let_by(error)
         raise UserError(f"{role} {path} cannot be read ({error.strerror})") from None
     if size == 0:
         raise UserError(f"{role} {path} is empty (0 bytes): an unfinished download. Fetch it again")

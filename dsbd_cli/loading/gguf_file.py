@@ -65,6 +65,7 @@ def check_magic(path: Path, role: str) -> None:
         with path.open("rb") as file:
             head = file.read(24)
     except OSError as error:
+        let_by(error)
         raise UserError(f"{role} {path} cannot be read ({error.strerror})") from None
     if size == 0:
         raise UserError(f"{role} {path} is empty (0 bytes): an unfinished download. Fetch it again")

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import torch
 
+from dsbd_cli.errors import let_by
+
 # Where a system does not say.
 _UNKNOWN = 2 << 30
 
@@ -18,7 +20,8 @@ def free_memory(device: torch.device) -> int:
         return int(free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device))
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
-    except OSError:
+    except OSError as error:
+        let_by(error)
         return _UNKNOWN
     found = next((line.split()[1] for line in lines if line.startswith("MemAvailable")), None)
     free = _UNKNOWN if found is None else int(found) * 1024
@@ -31,5 +34,6 @@ def _cgroup() -> tuple[int | None, int]:
     root = Path("/sys/fs/cgroup")
     try:
         return int((root / "memory.max").read_text()), int((root / "memory.current").read_text())
-    except (OSError, ValueError):
+    except (OSError, ValueError) as error:
+        let_by(error)
         return None, 0

@@ -9,7 +9,7 @@ import shutil
 import sys
 from pathlib import Path
 
-from dsbd_cli.errors import UserError
+from dsbd_cli.errors import UserError, let_by
 
 # What code of ours may use, the least first; a switch below the machine's own hides the rest of it.
 LEVELS = ("portable", "avx2", "avxvnni", "avx512", "avx512vnni", "amx")
@@ -96,6 +96,7 @@ def description() -> str:
     """
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
+    except OSError as error:
+        let_by(error)
         return platform.processor()
     return next((line for line in lines if line.startswith(("flags", "Features"))), platform.processor())

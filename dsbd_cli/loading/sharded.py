@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dsbd_cli.errors import UserError
+from dsbd_cli.errors import UserError, let_by
 from dsbd_cli.group import Group, Summed, Team, join
 from dsbd_cli.loading import hub
 from dsbd_cli.loading.checkpoint import weight_files
@@ -119,7 +119,8 @@ def load(
 
         try:
             options = GenerationConfig.from_pretrained(place.path, **place.options)
-        except OSError:
+        except OSError as error:
+            let_by(error)
             options = GenerationConfig.from_model_config(config)
         model = _build(config, group, stored.read, device, dtype, options)
         model.config.name_or_path = str(place.path)

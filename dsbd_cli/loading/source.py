@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from dsbd_cli.errors import UserError
+from dsbd_cli.errors import UserError, let_by
 from dsbd_cli.loading import gguf_cache, wheel
 from dsbd_cli.names import near
 from dsbd_cli.paths import expanded
@@ -68,6 +68,7 @@ def parse_source(text: str, role: str = "target") -> Source:
     except (FileNotFoundError, NotADirectoryError):
         pass
     except (OSError, ValueError) as error:  # ValueError: a path with a zero byte in it
+        let_by(error)
         raise UserError(
             f"{role} {text} cannot be read: {getattr(error, 'strerror', None) or error}"
         ) from None
@@ -123,6 +124,7 @@ def _beside(path: Path) -> str:
     """A hint at what lies where the missing path was looked for."""
     try:
         names = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
-    except OSError:
+    except OSError as error:
+        let_by(error)
         names = []
     return near(path.name, names)

@@ -20,7 +20,7 @@ import zipfile
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
-from dsbd_cli.errors import UserError
+from dsbd_cli.errors import UserError, let_by
 from dsbd_cli.loading.cache import build_once
 from dsbd_cli.loading.progress import Progress, silent
 
@@ -230,6 +230,7 @@ def _bytes_below(folder: Path) -> int:
     for path in folder.rglob("*"):
         try:
             total += path.stat().st_size if path.is_file() else 0
-        except OSError:
+        except OSError as error:
+            let_by(error)
             continue
     return total

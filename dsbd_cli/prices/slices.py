@@ -7,7 +7,6 @@ the rest of the model would take: in decoding its layers push each other out of 
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import functools
 import time
@@ -19,7 +18,7 @@ import torch
 from torch import Tensor
 
 from dsbd_cli.decoding import HfTreeModel
-from dsbd_cli.errors import let_by
+from dsbd_cli.errors import let_by, suppressed
 from dsbd_cli.loading.checkpoint import weight_files
 from dsbd_cli.loading.hardware import NumberFormat
 from dsbd_cli.loading.place import Place
@@ -207,7 +206,7 @@ def _stored(place: Place) -> Iterator[tuple[str, Callable[[], Tensor]]]:
 
     files: list[Path] = []
     if place.is_local:
-        with contextlib.suppress(Exception):  # loading says what is wrong with them
+        with suppressed(Exception):  # loading says what is wrong with them
             files = [path for path in weight_files(place.folder, place.role) if path.suffix == ".safetensors"]
     for path in files:
         stored = safe_open(str(path), framework="pt", device="cpu").__enter__()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import os
@@ -14,7 +13,7 @@ from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 from filelock import FileLock, Timeout
 
 from dsbd_cli.again import AGAIN
-from dsbd_cli.errors import RunError, UserError
+from dsbd_cli.errors import RunError, UserError, let_by, suppressed
 from dsbd_cli.loading.cache import cache_root
 from dsbd_cli.paths import refuse_special, write_whole
 from dsbd_cli.prices.table import Prices
@@ -117,6 +116,7 @@ def read_given(path: Path) -> Prices:
     try:
         return read(path)
     except OSError as error:
+        let_by(error)
         raise UserError(f"prices {path} cannot be read: {error.strerror or error}") from None
     except ValueError as error:
         raise UserError(f"prices {path} is damaged ({error}): leave the option out to measure anew") from None
@@ -133,7 +133,7 @@ def set_aside(path: Path) -> None:
     Raises:
         RunError: it cannot be written.
     """
-    with contextlib.suppress(OSError, ValueError):  # nothing there to set aside
+    with suppressed(OSError, ValueError):  # nothing there to set aside
         values = _values(path)
         write_whole(path, json.dumps(values | {_ASIDE: True}, indent=1) + "\n")
 
@@ -179,7 +179,8 @@ def found_or_measured(
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             lock.acquire(timeout=_WAIT)
-        except (OSError, Timeout):
+        except (OSError, Timeout) as error:
+            let_by(error)
             return None, tuple(notes)
         # Another process may have been quicker.
         if not again and (found := _usable(kind, path, [])) is not None:
@@ -214,7 +215,8 @@ def _usable(kind: Kind[T], path: Path, notes: list[str], *, aside: bool = False)
         return None if values.get(_ASIDE) and not aside else found
     except FileNotFoundError:
         return None
-    except (ValueError, OSError):
+    except (ValueError, OSError) as error:
+        let_by(error)
         notes.append(f"the {kind.what} in {path} were damaged: measured anew")
         return None
 
@@ -223,7 +225,8 @@ def _written(path: Path) -> float:
     """When; a file that another process has removed meanwhile is an old one."""
     try:
         return path.stat().st_mtime
-    except OSError:
+    except OSError as error:
+        let_by(error)
         return 0.0
 
 
@@ -240,7 +243,8 @@ def listed_of(kind: Kind[T]) -> Iterator[tuple[Path, dict[str, Any], T]]:
             found, facts = kind.read(values.get(kind.name)), values.get("facts")
             if values.get(_ASIDE):
                 continue
-        except (ValueError, OSError):
+        except (ValueError, OSError) as error:
+            let_by(error)
             continue
         if isinstance(facts, dict):
             yield path, facts, found

@@ -350,6 +350,26 @@ def test_parts_of_a_run_that_nothing_tells_of_are_not_taken_for_another(tmp_path
     store.close()
 
 
+@pytest.mark.parametrize("part", ["early", "rank-1-of-2"])
+def test_records_before_their_turn_of_a_longer_input_are_not_taken_for_none(
+    tmp_path: Path, part: str
+) -> None:
+    """No record in OUT itself, and those in the part are of prompts that the input has no longer."""
+    path, left = tmp_path / "out.jsonl", tmp_path / f"out.jsonl.{part}"
+    begun(path, 2, 3).close()
+    (tmp_path / "out.jsonl.early").rename(left)
+    before = left.read_bytes()
+    assert not path.exists()
+    with pytest.raises(
+        UserError, match=rf"out\.jsonl\.{part} line 1 is no record of this batch: give another"
+    ):
+        opened(path, 2)
+    assert left.read_bytes() == before
+    store = opened(path)
+    assert store.done == {2, 3}
+    store.close()
+
+
 def test_a_whole_file_is_there_or_not_at_all(tmp_path: Path) -> None:
     path = tmp_path / "x"
     path.write_text("old")

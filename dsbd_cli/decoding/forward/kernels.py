@@ -27,6 +27,7 @@ from dsbd_cli.decoding.cache.logits import Best, finite_logits, log_probabilitie
 from dsbd_cli.decoding.cache.transfer import Landing
 from dsbd_cli.decoding.forward import native
 from dsbd_cli.decoding.tree.sequences import Node
+from dsbd_cli.errors import let_by
 
 _NAMES = {torch.float32: "f32", torch.bfloat16: "bf16"}
 _LARGEST_HEAD = 1024
@@ -180,7 +181,8 @@ def spare_memory() -> int:
     """Bytes of main memory that are free now; 0 where the system does not say."""
     try:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
-    except (AttributeError, OSError, ValueError):
+    except (AttributeError, OSError, ValueError) as error:
+        let_by(error)
         return 0
 
 

@@ -5,13 +5,14 @@ A magic line, the sum of all that follows, the record's length, the record (JSON
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import os
 import tempfile
 from pathlib import Path
 from typing import Any
+
+from dsbd_cli.errors import let_by, suppressed
 
 _MAGIC = b"dsbd ready pair 1\n"
 _SUM, _LENGTH = 32, 8
@@ -35,9 +36,10 @@ def write(path: Path, key: dict[str, Any], record: dict[str, Any], tokenizer: by
         os.umask(mask)
         os.chmod(part, 0o666 & ~mask)  # a cache may be shared
         os.replace(part, path)
-    except OSError:
+    except OSError as error:
+        let_by(error)
         if part is not None:
-            with contextlib.suppress(OSError):
+            with suppressed(OSError):
                 os.unlink(part)
         return False
     return True
@@ -47,7 +49,8 @@ def read(path: Path, key: dict[str, Any]) -> tuple[dict[str, Any], bytes] | None
     """(record, tokenizer) as written under this key; None where nothing is there, or something damaged or foreign."""
     try:
         data = path.read_bytes()
-    except OSError:
+    except OSError as error:
+        let_by(error)
         return None
     begin = len(_MAGIC) + _SUM
     body = memoryview(data)[begin:]

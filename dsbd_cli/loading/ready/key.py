@@ -10,6 +10,7 @@ import platform
 from pathlib import Path
 from typing import Any
 
+from dsbd_cli.errors import let_by
 from dsbd_cli.loading import gguf_cache, processor
 from dsbd_cli.loading.ready.packed import SUFFIX, Place
 from dsbd_cli.loading.source import SHARED_WEIGHTS, Source
@@ -49,7 +50,8 @@ def key_of(spec: PairSpec, want_draft: bool, sources: list[Source], cache: Path)
             "formats": _formats(spec),
             **circumstances(),
         }
-    except (OSError, importlib.metadata.PackageNotFoundError):
+    except (OSError, importlib.metadata.PackageNotFoundError) as error:
+        let_by(error)
         return None
 
 

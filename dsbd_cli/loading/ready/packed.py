@@ -8,7 +8,6 @@ be written or a full disk only costs that time.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
 import mmap
@@ -21,7 +20,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from dsbd_cli.errors import let_by
+from dsbd_cli.errors import let_by, suppressed
 
 _LOG = logging.getLogger("dsbd")
 _MAGIC = b"dsbd packed weights 1\n"
@@ -92,7 +91,7 @@ def read(place: Place, layout: str) -> list[Piece] | None:
         let_by(error)
         _LOG.debug("%s is not used: %s", place.path, error)
         return None
-    with contextlib.suppress(OSError):
+    with suppressed(OSError):
         os.utime(place.path)
     return found
 
@@ -148,9 +147,10 @@ def write(place: Place, layout: str, pieces: Sequence[Piece]) -> bool:
         os.chmod(part, 0o666 & ~mask)  # a cache may be shared
         os.replace(part, place.path)
     except (OSError, ValueError, BufferError) as error:
+        let_by(error)
         _LOG.debug("%s is not written: %s", place.path, error)
         if part is not None:
-            with contextlib.suppress(OSError):
+            with suppressed(OSError):
                 os.unlink(part)
         return False
     return True
@@ -181,7 +181,7 @@ def _tidy(path: Path) -> None:
     now = time.time()
     for pattern, hours in ((f"*{SUFFIX}", 24 * _UNREAD_DAYS), (f".*{SUFFIX}.part-*", _LEFT_HOURS)):
         for old in path.parent.glob(pattern):
-            with contextlib.suppress(OSError):
+            with suppressed(OSError):
                 if now - old.stat().st_mtime > 3600 * hours:
                     old.unlink()
 

@@ -40,7 +40,8 @@ def team() -> Team:
     try:
         process = ctypes.CDLL(None)
         found = [ctypes.cast(getattr(process, name), ctypes.c_void_p).value for name in names]
-    except (AttributeError, OSError, TypeError):
+    except (AttributeError, OSError, TypeError) as error:
+        let_by(error)
         return Team(None, None, None, 1)
     return Team(found[0], found[1], found[2], torch.get_num_threads())
 
