@@ -150,7 +150,7 @@ def _heaviest(
     logps = tl.full([SIZE], -float("inf"), tl.float64)
     tokens = tl.zeros([SIZE], tl.int64)
     parents = tl.zeros([SIZE], tl.int64)
-    left = weight
+    left = tl.where(weight == weight, weight, -float("inf"))  # a NaN is behind all else
     # (One after the other: places of all at once are more code than fits where a device keeps it.)
     for i in range(count):
         if BY_TOKEN:
