@@ -116,12 +116,29 @@ def _check_role(role: Any, number: int, tokenizer: Any) -> None:
         return
     if isinstance(role, str) and role.lower() in _ROLES and _LOWERED.search(named):
         return
+    if isinstance(role, str) and _opens(tokenizer, role):
+        return
     # Those that it asks for; its prose may hold such words too.
     known = [*_ROLES, *(word for word in _FURTHER_ROLES if _names(named, word))]
     raise UserError(
         f"message {number} has the role {role!r}, which the target's chat template does not know"
         f"{near(str(role), known)}: {', '.join(known)}"
     )
+
+
+def _opens(tokenizer: Any, role: str) -> bool:
+    """Whether the template opens an answer in the role's name, as those do that write any role as it is given."""
+    turn = [{"role": "user", "content": "?"}]
+    try:
+        without, opened = (
+            str(tokenizer.apply_chat_template(turn, add_generation_prompt=adds, tokenize=False))
+            for adds in (False, True)
+        )
+    except Exception as error:  # then it says itself what it does not take
+        let_by(error)
+        return False
+    answer = opened.removeprefix(without)
+    return bool(role) and re.search(rf"(?<![\w-]){re.escape(role)}(?![\w-])", answer) is not None
 
 
 def _names(template: str, role: str) -> bool:

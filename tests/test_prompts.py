@@ -615,6 +615,19 @@ def test_words_that_a_template_shortens_are_not_left_out(tmp_path):
     assert "well" not in text
 
 
+def test_the_role_that_a_template_opens_answers_with_is_known_to_it(tmp_path):
+    plain = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
+    tok = builders.tok(tmp_path, chat_template=plain + "{% if add_generation_prompt %}[bot]{% endif %}")
+    said = [
+        {"role": "user", "content": "a"},
+        {"role": "bot", "content": "b"},
+        {"role": "user", "content": "c"},
+    ]
+    assert tok.decode(ids(said, tok)).endswith("[user]a[bot]b[user]c[bot]")
+    with pytest.raises(UserError, match="message 2 has the role 'robot'"):
+        ids([said[0], {"role": "robot", "content": "b"}, said[2]], tok)
+
+
 def test_a_time_limit_of_the_callers_is_no_fault_of_the_template(tmp_path):
     class TooSlow(Exception):
         pass
