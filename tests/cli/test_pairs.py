@@ -15,6 +15,7 @@ from scipy import stats
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from dsbd_cli.decoder import Decoder
+from dsbd_cli.decoding.forward import kernels
 from dsbd_cli.settings import Settings
 from tests import builders
 from tests.cli.conftest import WAYS, Call, pair
@@ -155,7 +156,12 @@ def test_the_same_model_as_draft_is_always_accepted(method: str, copy: bool, tmp
     assert examined > 60
 
 
-def test_an_architecture_without_a_tree_says_what_works_and_does_it(dsbd: Call, models: Models) -> None:
+@pytest.mark.parametrize("compiled", [True, False])
+def test_an_architecture_without_a_tree_says_what_works_and_does_it(
+    dsbd: Call, models: Models, monkeypatch: pytest.MonkeyPatch, compiled: bool
+) -> None:
+    if not compiled:  # as where there is no C compiler
+        monkeypatch.setattr(kernels, "c_kernels", lambda: None)
     folder = models("rand", "bloom", hidden_size=32, n_layer=2, n_head=4)
     command = ["generate", "hello", "--target", folder, "--dtype", "float32", "--max-new-tokens", "8"]
     for method in ("beam", "dsbd", "speculative", "specinfer"):

@@ -92,6 +92,7 @@ class PathModel(Told):
         """How this model is run: one sentence."""
         return "the model's own forward, path by path (transformers)"
 
+    @torch.inference_mode()
     def prefill(self, ids: Sequence[int], root: Node, *, top_n: int = 0, reuse: bool = True) -> None:
         """Start behind the prompt `ids`; nothing is taken over from the last one."""
         self.require_tree()
