@@ -10,7 +10,7 @@ from dsbd_cli.errors import UserError, let_by
 from dsbd_cli.messages import ANSWERING, NOT_RAW, ask_nothing, check, is_blank, says
 from dsbd_cli.names import near
 from dsbd_cli.settings import Settings, broken
-from dsbd_cli.templates import check_continued, check_parts, check_whole, renders, rewritten
+from dsbd_cli.templates import check_continued, check_parts, check_whole, opens, renders, rewritten
 from dsbd_cli.turns import encode_quoted, in_parts, quote, texts_of, unquote
 
 _KINDS = "a prompt is a text, a list of messages {role, content}, or a list of token ids"
@@ -116,7 +116,7 @@ def _check_role(role: Any, number: int, tokenizer: Any) -> None:
         return
     if isinstance(role, str) and role.lower() in _ROLES and _LOWERED.search(named):
         return
-    if isinstance(role, str) and _opens(tokenizer, role):
+    if isinstance(role, str) and opens(tokenizer, role):
         return
     # Those that it asks for; its prose may hold such words too.
     known = [*_ROLES, *(word for word in _FURTHER_ROLES if _names(named, word))]
@@ -124,21 +124,6 @@ def _check_role(role: Any, number: int, tokenizer: Any) -> None:
         f"message {number} has the role {role!r}, which the target's chat template does not know"
         f"{near(str(role), known)}: {', '.join(known)}"
     )
-
-
-def _opens(tokenizer: Any, role: str) -> bool:
-    """Whether the template opens an answer in the role's name, as those do that write any role as it is given."""
-    turn = [{"role": "user", "content": "?"}]
-    try:
-        without, opened = (
-            str(tokenizer.apply_chat_template(turn, add_generation_prompt=adds, tokenize=False))
-            for adds in (False, True)
-        )
-    except Exception as error:  # then it says itself what it does not take
-        let_by(error)
-        return False
-    answer = opened.removeprefix(without)
-    return bool(role) and re.search(rf"(?<![\w-]){re.escape(role)}(?![\w-])", answer) is not None
 
 
 def _names(template: str, role: str) -> bool:

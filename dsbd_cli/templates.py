@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -42,6 +43,21 @@ def renders(messages: list[dict[str, Any]], tokenizer: Any) -> bool:
         let_by(error)
         return False
     return True
+
+
+def opens(tokenizer: Any, role: str) -> bool:
+    """Whether the template opens an answer in the role's name, as those do that write any role as it is given."""
+    turn = [{"role": "user", "content": "?"}]
+    try:
+        without, opened = (
+            str(tokenizer.apply_chat_template(turn, add_generation_prompt=adds, tokenize=False))
+            for adds in (False, True)
+        )
+    except Exception as error:  # then it says itself what it does not take
+        let_by(error)
+        return False
+    answer = opened.removeprefix(without)
+    return bool(role) and re.search(rf"(?<![\w-]){re.escape(role)}(?![\w-])", answer) is not None
 
 
 def rewritten(messages: Sequence[Mapping[str, Any]]) -> UserError:

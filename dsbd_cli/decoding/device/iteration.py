@@ -235,7 +235,7 @@ class CoverIteration(AheadIteration):
         # How far nodes lie behind the beams: those that the draft catches up on, and all of the target's.
         deep = torch.arange(1, layout.gamma + 1, device=device).repeat_interleave(layout.draft_width)
         beams = deep.new_zeros(layout.width)
-        self._behind_beams = torch.cat([beams - 1, beams]), torch.cat([beams, deep])
+        self._draft_depths, self._target_depths = torch.cat([beams - 1, beams]), torch.cat([beams, deep])
         self._nobody = self._empty()
         self._everyone = np.arange(layout.draft_width)
 
@@ -383,7 +383,7 @@ class CoverIteration(AheadIteration):
                 0, 1
             )
             ids = torch.cat([ids, layout.forest.token.of(outcome).flatten(1)], 1)
-        where = position + self._behind_beams[1]
+        where = position + self._target_depths
         nodes = Nodes(ids.flatten(), where.flatten(), slots.flatten(), mask)
         logits = forward_many(
             self.target, nodes, sent.begin.of(request)[:, 0], sent.used.of(request)[:, 0], sees
@@ -412,12 +412,12 @@ class CoverIteration(AheadIteration):
         slots, rows = all_slots[:, : 2 * width], all_rows[:, : 2 * width]
         mask = law.catch_up_masks(draft.stores.masks, state, layout, slots, rows)
         ids = torch.cat([layout.state.above.of(state), layout.state.token.of(state)], 1).flatten()
-        nodes = Nodes(ids, (position + self._behind_beams[0]).flatten(), slots.flatten(), mask)
+        nodes = Nodes(ids, (position + self._draft_depths).flatten(), slots.flatten(), mask)
         logits = forward_many(draft, nodes, begin, used, sees).unflatten(0, (requests, 2 * width))
         best = law.pack(draft, logits[:, width:].flatten(0, 1))
         scores, base = layout.state.score.of(state, torch.float64), rows[:, width:]
         forest, known = layout.forest, layout.state.known.of(state)
-        deep = self._behind_beams[1][width:].view(layout.gamma, 1, draft_width)
+        deep = self._target_depths[width:].view(layout.gamma, 1, draft_width)
         wheres = (position + deep).flatten(1)  # of all layers at once: [gamma, R x W_S]
         for depth in range(layout.gamma):
             if layout.recalled:

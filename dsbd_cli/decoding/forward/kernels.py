@@ -147,11 +147,6 @@ def fused(linears: Sequence[Any], kind: type, columns: Tensor | None = None) -> 
     return kind(weight, bias)
 
 
-def kept_of(keep: Tensor, seen: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
-    """The rows of both that `keep` (int64 [K]) names."""
-    return seen[keep], x[keep]
-
-
 def can_pack(dtype: torch.dtype) -> bool:
     """Whether oneDNN has packed kernels for this dtype here."""
     if platform.machine() not in ("x86_64", "AMD64") or not torch.backends.mkldnn.is_available():

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from dsbd_cli.decoding.cache.buffers import KVBuffer, Span
 from dsbd_cli.decoding.forward.few import FewNodes
-from dsbd_cli.decoding.forward.kernels import Int8Linear, Linear, PrepackedLinear, fused, kept_of
+from dsbd_cli.decoding.forward.kernels import Int8Linear, Linear, PrepackedLinear, fused
 from dsbd_cli.decoding.forward.split import SplitLayers, head_of, summed
 from dsbd_cli.decoding.forward.turns import Turns
 from dsbd_cli.group import ALONE, Group, Norming, group_of
@@ -209,7 +209,7 @@ class _Layer:
         """
         seen = self.seen(self._rms(x, self.before.weight, self.before.eps), cache, cos, sin, mask)
         if keep is not None:
-            seen, x = kept_of(keep, seen, x)
+            seen, x = seen[keep], x[keep]
         x = self.out(seen, x)
         return self.down(self.inner(self._rms(x, self.after.weight, self.after.eps)), x)
 

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dsbd_cli.decoding.cache.buffers import KVBuffer
-from dsbd_cli.decoding.forward.kernels import Linear, fused, kept_of
+from dsbd_cli.decoding.forward.kernels import Linear, fused
 from dsbd_cli.group import Group, Norming
 
 
@@ -76,7 +76,7 @@ class SplitLayers:
             between(i)
             seen = layer.seen(normed, cache, cos, sin, mask)
             if keep is not None and i + 1 == len(self._layers):
-                seen, x = kept_of(keep, seen, x)
+                seen, x = seen[keep], x[keep]
             x, normed = layer.out.normed(seen, x, layer.after, self._rms)
             x, normed = layer.down.normed(layer.inner(normed), x, self._norms[i + 1], self._rms)
         return normed
